@@ -57,6 +57,7 @@ class AsyncGossip(Synchroniser):
 
     Attributes:
         share_work: as given.
+        paused: whether no model changes but by its own rank; see ``pause``.
         called: whether some rank has called all others together; then ``join`` is due.
         on_call: what to do while this rank waits for others who call it; ``join`` must be part of it.
 
@@ -69,6 +70,7 @@ class AsyncGossip(Synchroniser):
 
     kind = "asynchronous gossip"
     meters: Sequence[Meter] = ()
+    paused = True
     on_call: Callable[[], object]
 
     def __init__(
@@ -141,7 +143,7 @@ class AsyncGossip(Synchroniser):
             self._pairs = PairwiseAverage(self._shared)
         else:
             self._pairs = ModuloAverage(self._shared, self._compressor)
-        self._paused, self._joined, self._sent = True, 0, 0
+        self.paused, self._joined, self._sent = True, 0, 0
         self._furthest, self._sent_to = 0, dict[int, int]()
         self._consensus = self.waited = 0.0
         self._links = None
@@ -215,7 +217,7 @@ class AsyncGossip(Synchroniser):
 
     def pause(self) -> None:
         """Wait for all ranks; from then on, until ``resume``, no model changes but by its own rank. Collective."""
-        if self._paused or self._alone:
+        if self.paused or self._alone:
             return
         began = time.monotonic()
         with self._named():
@@ -235,7 +237,7 @@ class AsyncGossip(Synchroniser):
         self._pairs.pause()
         self._shared.begin()
         self._shared.end()
-        self._paused = True
+        self.paused = True
         most = torch.tensor([self.attempts])
         with self._named(), errors.explained("meeting the others", self.ranks.rank):
             self._apart.all_reduce(most, "max")
@@ -243,10 +245,10 @@ class AsyncGossip(Synchroniser):
 
     def resume(self) -> None:
         """Go on averaging."""
-        if self._paused and self._links is not None and not self._alone:
+        if self.paused and self._links is not None and not self._alone:
             self._pairs.resume()
             self._askers.resume()
-            self._paused = False
+            self.paused = False
 
     def call(self) -> None:
         """Have all ranks come together, between two batches or where they wait anyway; see ``called``."""
@@ -296,13 +298,14 @@ class AsyncGossip(Synchroniser):
         if links is None:
             return
         self._sent_to = links.sent
-        said = failure.__cause__ if isinstance(getattr(failure, "__cause__", None), GoneError) else failure
-        word = RuntimeError(type(said).__name__) if said and not isinstance(said, Exception) else said
+        cause = None if failure is None else failure.__cause__
+        said = cause if isinstance(cause, GoneError) else failure
+        word = said if said is None or isinstance(said, Exception) else RuntimeError(type(said).__name__)
         if word is None:
             self._askers.pause()
         self._askers.close()
         for each in (links, self._board.links):
-            each.close(word)  # type: ignore[arg-type]  # an Exception or None
+            each.close(word)
 
     def close(self) -> None:
         """See ``Synchroniser``."""

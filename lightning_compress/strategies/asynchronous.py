@@ -88,13 +88,16 @@ class AsyncGossipMixin(PeriodicMixin):
 
     synchroniser: AsyncGossip
     rendezvous: AsyncRendezvous
+    _share_work: bool | None = None
+    """As the user gave it."""
     _training_data = False
     """Whether the loaders of the training are being made."""
 
     def setup(self, trainer: Any) -> None:
         """See ``PeriodicStrategy``; also give all ranks one list of batches."""
         if trainer.state.fn == "fit":
-            self.synchroniser.share_work = self._given_share_work(trainer)
+            self._share_work = self.synchroniser.share_work if self._share_work is None else self._share_work
+            self.synchroniser.share_work = self._share_work and not trainer.fast_dev_run  # which limits each rank
             loop = trainer.fit_loop
             made = type(loop).setup_data.__get__(loop)
 
@@ -107,11 +110,6 @@ class AsyncGossipMixin(PeriodicMixin):
 
             vars(loop)["setup_data"] = setup_data
         super().setup(trainer)
-
-    def _given_share_work(self, trainer: Any) -> bool:
-        if not hasattr(self, "_shares"):
-            self._shares = self.synchroniser.share_work
-        return self._shares and not trainer.fast_dev_run
 
     def _make_rendezvous(self, trainer: Any) -> AsyncRendezvous:
         made = AsyncRendezvous.apart(trainer, self._timeout)
@@ -140,7 +138,7 @@ class AsyncGossipMixin(PeriodicMixin):
                 f"the training's {type(dataloader).__name__} takes indices from {type(old).__name__}, and only batches "
                 f"of a DataLoader with Lightning's own DistributedSampler can be shared among ranks; {_ALONE}"
             )
-        whole = DistributedSampler(dataloader.dataset, 1, 0, old.shuffle, old.seed)
+        whole = DistributedSampler[Any](dataloader.dataset, 1, 0, old.shuffle, old.seed)
         size, last = dataloader.batch_size, dataloader.drop_last
         batches = SharedBatches(whole, size, last, self.global_rank, self.world_size, self.synchroniser.take)
         shared = copy.copy(dataloader)  # with workers and all else; attributes of a loader cannot be set
@@ -165,9 +163,26 @@ class AsyncGossipMixin(PeriodicMixin):
         self.synchroniser.resume()
 
     def meet(self) -> None:
-        """Pause all ranks before a collective of Lightning's."""
-        if self._started and self.world_size > 1:
-            super().meet()
+        """Pause all ranks before a collective of Lightning's.
+
+        Raises:
+            ValueError: it is within a batch, and ranks that share batches have different numbers of them.
+        """
+        if not self._started or self.world_size == 1:
+            return
+        batches, shared = self._trainer.fit_loop.epoch_loop.batch_progress.current, self.synchroniser.share_work
+        if shared and not self.synchroniser.paused and batches.ready > batches.completed and not self.gives_up:
+            raise ValueError(
+                "share_work=True, and a training step talks to all ranks, as self.log(..., sync_dist=True) does in "
+                "each step: ranks that share their batches have different numbers of steps, and would wait forever. "
+                f"Log with on_step=False, on_epoch=True, or {_ALONE}"
+            )
+        super().meet()
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return all ranks' tensors."""
+        self.meet()
+        return super().all_gather(tensor, group, sync_grads)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """See ``PeriodicStrategy``; the step is this rank's own."""

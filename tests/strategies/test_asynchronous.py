@@ -1,7 +1,9 @@
 """Asynchronous gossip by Lightning: who waits, what is evaluated and saved, and what is refused."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -61,9 +63,18 @@ def fit(strategy, make=Validated, callbacks=(), resume=None, epochs=2, **options
     return trainer, model
 
 
+class Logs(Validated):
+    """With a metric of all ranks at the end of an epoch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+
 def _trains(compressor, share):
     watch = Watch()
-    trainer, model = fit(AsyncGossipStrategy(compressor=compressor, share_work=share), callbacks=[watch])
+    trainer, model = fit(AsyncGossipStrategy(compressor=compressor, share_work=share), Logs, [watch])
     stats = trainer.strategy.comm_stats()
     return watch.steps, watch.evaluated, watch.losses, parameters(model).numpy(), stats
 
@@ -179,6 +190,7 @@ def _dies(told, rank, step, number):
         def on_train_batch_start(self, batch, batch_idx):
             if dist.get_rank() == rank and batch_idx == step:
                 Path(told).write_text(str(time.time()))
+                subprocess.Popen(["sh", "-c", f"sleep 10; kill -KILL {os.getpid()}"])  # one that only stopped
                 os.kill(os.getpid(), number)
 
     try:
@@ -195,3 +207,86 @@ def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path, rank, step):
     for other in {0, 1, 2, 3} - {rank}:
         assert codes[other] == 1
         assert f"rank {rank} died" in said[other]
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path):
+    codes, said = live(3, tmp_path / "ranks", _dies, str(tmp_path / "told"), 1, 2, signal.SIGSTOP)
+    assert codes[1] == -signal.SIGKILL
+    for other in (0, 2):
+        assert codes[other] == 1
+        assert "rank 1 does not answer within 2 s" in said[other]
+        (seconds,) = re.findall("ended ([0-9.]+) s later", said[other])
+        assert float(seconds) < 8  # before it was killed
+
+
+class Talks(Validated):
+    """With a metric of all ranks in each step."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+REFUSED = [
+    ({}, {"make": Talks}, "a training step talks to all ranks"),
+    ({}, {"max_steps": 5}, "max_steps=5: ranks that share their batches"),
+    ({}, {"limit_train_batches": 4}, "limit_train_batches=4"),
+    ({}, {"val_check_interval": 0.5}, "val_check_interval=0.5"),
+    ({}, {"callbacks": [ModelCheckpoint("unused", every_n_train_steps=2)]}, "every_n_train_steps=2"),
+    ({"topology": "one_peer"}, {}, "edges change from round to round"),
+    ({"topology": [[0.5, 0.5], [0.4, 0.6]]}, {}, "sums to"),
+]
+
+
+def _refuses(arguments, options):
+    with pytest.raises(ValueError, match=r".*") as said:
+        fit(AsyncGossipStrategy(**arguments), **options)
+    return str(said.value)
+
+
+@pytest.mark.parametrize(("arguments", "options", "said"), REFUSED)
+def test_what_cannot_work_is_refused_on_all_ranks(pools, arguments, options, said):
+    for text in pools[4 if arguments == {"topology": "one_peer"} else 2].run(_refuses, arguments, options):
+        assert said in text
+
+
+class Lbfgs(Validated):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Double(Validated):
+    """Float64."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.double()
+
+
+def _refuses_models():
+    return [_refuses({}, {"make": make}) for make in (Lbfgs, Double)]
+
+
+def test_models_and_optimizers_that_cannot_work_are_refused(pools):
+    for lbfgs, double in pools[2].run(_refuses_models):
+        assert "LBFGS calls its closure several times" in lbfgs
+        assert "parameters are torch.float64" in double
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"algorithm": "dpsgd"}, "algorithm='dpsgd' must be one of 'adpsgd'"),
+        ({"answer_timeout": 0}, "answer_timeout=0 must be a number of seconds above 0"),
+        ({"answer_timeout": True}, "answer_timeout=True"),
+        ({"seed": -1}, "seed=-1"),
+        ({"compressor": "topk"}, "use None or 'moniqua'"),
+        ({"compressor": {"name": "moniqua", "bits": 1}}, "use 4 or 8 bits"),
+        ({"share_work": "perhaps"}, "share_work"),
+        ({"state": "mean"}, "state='mean' is not possible"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_construction(arguments, said):
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        AsyncGossipStrategy(**arguments)
