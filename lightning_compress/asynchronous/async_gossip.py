@@ -91,7 +91,7 @@ class AsyncGossip(Synchroniser):
             raise ValueError(f"answer_timeout={answer_timeout!r} must be a number of seconds above 0, such as 30")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed={seed!r} must be an integer of 0 or more")
-        self.share_work = truth("share_work", share_work)
+        self.share_work = bool(truth("share_work", share_work))
         self._algorithm, self._topology_given, self._seed = algorithm, topology, seed
         self._compressor, self._timeout = _moniqua(compressor), float(answer_timeout)
         self.on_call = self.join
