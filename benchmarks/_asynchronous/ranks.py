@@ -1,0 +1,159 @@
+"""Processes that train a small network on handwritten digits by gossip, with a wait for each other or without."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from benchmarks._network.lab import die_with_parent
+from lightning_compress.asynchronous.async_gossip import AsyncGossip
+from lightning_compress.asynchronous.pairwise import PairwiseAverage
+from lightning_compress.periodic.gossip import Gossip
+
+METHODS: dict[str, dict[str, Any]] = {
+    "D-PSGD": {},
+    "AD-PSGD": {"compressor": None},
+    "AD-PSGD, Moniqua 8 bits": {"compressor": "moniqua"},
+    "AD-PSGD, Moniqua 4 bits": {"compressor": {"name": "moniqua", "bits": 4}},
+}
+"""Arguments of ``AsyncGossip``; none: ``Gossip``, whose ranks wait for each other in each step."""
+TESTED = 500
+"""Images of the test set."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run.
+
+    Args:
+        method: of ``METHODS``.
+        ranks: processes, on a ring.
+        batches: of all ranks together.
+        seconds: after which the ranks stop, too; 0: never.
+        seed: of weights and batches.
+        sleep_s: that a batch takes besides, as if it took longer to compute.
+        slow: by how much the last rank is slower.
+        link_s: that a question of the last rank takes longer, and its answers, too.
+        rate: the learning rate.
+    """
+
+    method: str
+    ranks: int = 4
+    batches: int = 2400
+    seconds: float = 0.0
+    seed: int = 0
+    sleep_s: float = 0.0
+    slow: float = 1.0
+    link_s: float = 0.0
+    rate: float = 0.05
+
+
+class Data:
+    """Handwritten digits; a batch follows from its number alone."""
+
+    def __init__(self, seed: int) -> None:
+        found = load_digits()
+        images, labels = torch.tensor(found.data, dtype=torch.float32) / 8 - 1, torch.tensor(found.target)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        self._images, self._labels, self._seed = images[order], labels[order], seed
+
+    def batch(self, number: int, size: int = 16) -> tuple[Tensor, Tensor]:
+        """Return the images and labels of a batch."""
+        draw = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
+        rows = torch.randint(TESTED, len(self._labels), (size,), generator=draw)
+        return self._images[rows], self._labels[rows]
+
+    def test(self, model: nn.Module) -> tuple[float, float]:
+        """Return loss, and percent that are right."""
+        with torch.no_grad():
+            scores = model(self._images[:TESTED])
+        right = (scores.argmax(1) == self._labels[:TESTED]).float().mean()
+        return float(F.cross_entropy(scores, self._labels[:TESTED])), 100 * float(right)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train; return ``steps`` and ``seconds`` by rank, and of the mean model ``loss`` and ``accuracy``.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; the others are killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = (Path(folder), job)
+        torch.multiprocessing.start_processes(_rank, given, job.ranks, start_method="fork")  # type: ignore[attr-defined, no-untyped-call]
+        told = [json.loads(Path(folder, f"rank{rank}").read_text()) for rank in range(job.ranks)]
+    return {name: [each[name] for each in told] for name in ("steps", "seconds", "stats")} | told[0]["test"]
+
+
+def _rank(rank: int, folder: Path, job: Job) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", store, rank=rank, world_size=job.ranks, timeout=timedelta(minutes=10))
+    torch.manual_seed(job.seed)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), job.rate, momentum=0.9)
+    last = rank == job.ranks - 1
+    if job.link_s and last:
+        _slow_down(job.link_s)
+    settings = METHODS[job.method]
+    gossip = AsyncGossip(**settings, seed=job.seed) if settings else Gossip("dpsgd", compressor="none", seed=job.seed)
+    gossip.start(model, [optimizer])
+    dist.barrier()
+    data, begun, steps = Data(job.seed), time.perf_counter(), 0
+    if isinstance(gossip, AsyncGossip):
+        gossip.resume()
+    for number in _numbers(gossip, rank, job, begun):
+        time.sleep(job.sleep_s * (job.slow if last else 1.0))
+        images, labels = data.batch(number)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        gossip.before_step(optimizer)
+        optimizer.step()
+        gossip.after_step()
+        steps += 1
+    seconds = time.perf_counter() - begun
+    gossip.finish()
+    loss, accuracy = data.test(model)
+    figures = {name: each for name, each in gossip.stats().items() if isinstance(each, float)}
+    gossip.close()
+    told = {"steps": steps, "seconds": seconds, "stats": figures, "test": {"loss": loss, "accuracy": accuracy}}
+    Path(folder, f"rank{rank}").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+def _numbers(gossip: Gossip | AsyncGossip, rank: int, job: Job, begun: float) -> Iterator[int]:
+    """Yield this rank's batches: those that no other has taken, or every so many."""
+    number = rank
+    while number < job.batches and not (job.seconds and time.perf_counter() - begun > job.seconds):
+        yield number
+        number = job.ranks - 1 + gossip.take(1) if isinstance(gossip, AsyncGossip) else number + job.ranks
+
+
+def _slow_down(seconds: float) -> None:
+    """Have this process's questions and answers take longer: half of it on the way there, half on the way back."""
+    ask, answer = PairwiseAverage.ask, PairwiseAverage.answer
+
+    def slow_ask(self: PairwiseAverage, *given: Any) -> bool:
+        time.sleep(seconds)
+        return ask(self, *given)
+
+    def slow_answer(self: PairwiseAverage, *given: Any) -> Any:
+        time.sleep(seconds)
+        return answer(self, *given)
+
+    PairwiseAverage.ask, PairwiseAverage.answer = slow_ask, slow_answer  # type: ignore[method-assign]

@@ -1,0 +1,133 @@
+"""Gossip without waiting: what a slow rank costs the others, what it does to the loss, and what becomes of kills.
+
+    python -m benchmarks.asynchronous straggler --ranks 4,8 --seconds 20
+    python -m benchmarks.asynchronous accuracy --seeds 0,1,2,3,4 --csv docs/results/async_digits.csv
+    python -m benchmarks.asynchronous kills --count 100
+
+Ranks are processes on one machine. Computing is emulated by a sleep, so that as many ranks as you like have a core
+each. All methods have the same weights at first, the same batches and the same rate. ``accuracy`` trains a network of
+13,000 parameters on handwritten digits until all ranks together have had as many batches; a run is a row of the CSV
+file, and is not repeated. ``kills`` kills ranks in the midst of a Lightning fit at random steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import statistics
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._arguments import file_to_write, positive, positives
+from benchmarks._asynchronous import kills
+from benchmarks._asynchronous.ranks import METHODS, Job, run
+
+SLEEP_S = 0.02
+SLOW = 10.0
+LINK_S = 0.5
+
+
+def straggler(ranks: list[int], seconds: float, out: Console) -> None:
+    """Print the steps a second of all ranks but the last, which is slow, behind a slow link, or neither."""
+    table = Table("method", "ranks", "steps a second", f"one rank {SLOW:g} x slower", f"its link {LINK_S:g} s slower")
+    table.title = f"a step sleeps {1e3 * SLEEP_S:g} ms; the others' steps, and the share that they keep"
+    for size in ranks:
+        for method, settings in METHODS.items():
+            usual = Job(method, size, batches=1 << 30, seconds=seconds, sleep_s=SLEEP_S)
+            if not settings:  # ranks that wait for each other have to end at the same step
+                usual = dataclasses.replace(usual, batches=int(size * seconds / SLEEP_S / SLOW), seconds=0.0)
+            slow = dataclasses.replace(usual, slow=SLOW)
+            speeds = [_speed(each) for each in (usual, slow)]
+            speeds += [_speed(dataclasses.replace(usual, link_s=LINK_S))] if settings else []
+            shares = [f"{each:.1f} ({100 * each / speeds[0]:.0f} %)" for each in speeds[1:]]
+            table.add_row(method, str(size), f"{speeds[0]:.1f}", *shares)
+    out.print(table)
+
+
+def _speed(job: Job) -> float:
+    found = run(job)
+    others = zip(found["steps"][:-1], found["seconds"][:-1], strict=True)
+    return statistics.mean(steps / seconds for steps, seconds in others)
+
+
+KEYS = ("method", "ranks", "batches", "seed", "slow", "rate")
+
+
+def accuracy(path: Path, seeds: list[int], ranks: int, batches: int, rate: float, out: Console) -> None:
+    """Train what is missing in the CSV file, and print means over the seeds, and differences from D-PSGD."""
+    jobs = [Job(method, ranks, batches, seed=seed, rate=rate) for seed in seeds for method in METHODS]
+    slow = {"slow": SLOW, "sleep_s": 0.002}
+    jobs += [Job("AD-PSGD", ranks, batches, seed=seed, rate=rate, **slow) for seed in seeds]  # type: ignore[arg-type]
+    rows = _rows(path)
+    for job in jobs:
+        key = tuple(str(getattr(job, name)) for name in KEYS)
+        if key not in rows:
+            found = run(job)
+            rows[key] = found["loss"], found["accuracy"]
+            new = not path.exists()
+            with path.open("a", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerows([(*KEYS, "loss", "accuracy")] * new)
+                writer.writerow([*key, f"{found['loss']:.5f}", f"{found['accuracy']:.2f}"])
+    table = Table("method", "loss", "over D-PSGD", "accuracy %", title=f"{ranks} ranks, {batches} batches of 16")
+    groups: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+    for job in jobs:
+        key = tuple(str(getattr(job, name)) for name in KEYS)
+        groups.setdefault((job.method, key[4]), {})[key[3]] = rows[key]
+    base = groups["D-PSGD", "1.0"]
+    for (method, slower), found in groups.items():
+        losses, rights = zip(*found.values(), strict=True)
+        ratios = [found[seed][0] / base[seed][0] - 1 for seed in found]
+        name = method + (f", one rank {slower} x slower" if slower != "1.0" else "")
+        spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+        table.add_row(
+            name,
+            f"{statistics.mean(losses):.4f}{spread}",
+            f"{100 * (statistics.mean(losses) / statistics.mean(each[0] for each in base.values()) - 1):+.1f} %"
+            f" ({', '.join(f'{100 * each:+.0f}' for each in ratios)})",
+            f"{statistics.mean(rights):.2f}",
+        )
+    out.print(table)
+
+
+def _rows(path: Path) -> dict[tuple[str, ...], tuple[float, float]]:
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {
+            tuple(row[key] for key in KEYS): (float(row["loss"]), float(row["accuracy"]))
+            for row in csv.DictReader(file)
+        }
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="what", required=True)
+    slow = parts.add_parser("straggler", help="what a slow rank costs the others")
+    slow.add_argument("--ranks", type=positives, default=[4, 8], help="by commas (4,8)")
+    slow.add_argument("--seconds", type=float, default=20.0, help="of each run (%(default)s)")
+    equal = parts.add_parser("accuracy", help="loss after as many batches")
+    equal.add_argument("--csv", type=file_to_write, required=True, help="results so far")
+    equal.add_argument("--seeds", default="0,1,2,3,4", help="by commas (%(default)s)")
+    equal.add_argument("--ranks", type=positive, default=4)
+    equal.add_argument("--batches", type=positive, default=2400, help="of all ranks together (%(default)s)")
+    equal.add_argument("--rate", type=float, default=0.05)
+    dead = parts.add_parser("kills", help="what the others say of a rank that was killed or stopped, and when")
+    dead.add_argument("--count", type=positive, default=100)
+    dead.add_argument("--stops", type=positive, default=5, help="of them by SIGSTOP (%(default)s)")
+    arguments, out = parser.parse_args(), Console()
+    if arguments.what == "straggler":
+        straggler(arguments.ranks, arguments.seconds, out)
+    elif arguments.what == "accuracy":
+        seeds = [int(each) for each in arguments.seeds.split(",")]
+        accuracy(arguments.csv, seeds, arguments.ranks, arguments.batches, arguments.rate, out)
+    else:
+        kills.measure(arguments.count, arguments.stops, out)
+
+
+if __name__ == "__main__":
+    main()
