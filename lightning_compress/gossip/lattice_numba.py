@@ -152,7 +152,8 @@ def _add(codes, half, factor, x):
 @kernel
 def _unpack(packed, bits, codes):
     if bits == 8:
-        codes[: len(packed)] = packed
+        for index in range(len(packed)):
+            codes[index] = packed[index]
     elif bits == 4:
         for index in range(len(packed)):
             codes[2 * index] = packed[index] & np.uint8(15)
@@ -165,7 +166,8 @@ def _unpack(packed, bits, codes):
 @kernel
 def _pack(codes, bits, packed):
     if bits == 8:
-        packed[:] = codes[: len(packed)]
+        for index in range(len(packed)):
+            packed[index] = codes[index]
     elif bits == 4:
         for index in range(len(packed)):
             packed[index] = codes[2 * index] | np.uint8(codes[2 * index + 1] << np.uint8(4))
