@@ -51,20 +51,34 @@ def _word(cell, place):
 @kernel
 def encode(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
     """Write codes and hashes. ``rounding`` is an index into ``ROUNDINGS``; it is 0 if there are no draws."""
-    packed[:] = 0
-    mask, start = (np.int64(1) << bits) - 1, np.uint64(0)
-    for block in range(len(sizes)):
-        total, inverse = np.uint64(0), 1 / steps[block]
-        for index in range(start, np.uint64(start + sizes[block])):
-            scaled = _scale(x[index], inverse)
-            cell = np.int64(math.floor(scaled + _draw(draws, index)))
-            place = index * bits
-            packed[place >> 3] |= np.uint8((cell & mask) << (place & 7))
-            total += _word(cell, first + index)
-            if not abs(scaled) < BOUND:
-                total += np.uint64(1)
-        start += np.uint64(sizes[block])
-        hashes[block] = np.int64(total)
+    codes, block, stop = np.empty(_TILE, np.uint8), -1, 0
+    hashes[:] = 0
+    for start in range(0, len(x), _TILE):
+        end, index = min(start + _TILE, len(x)), start
+        while index < end:
+            while index == stop:  # the next block that is not empty
+                block += 1
+                stop += sizes[block]
+            after = min(stop, end)
+            given = draws[index:after] if len(draws) else draws
+            found = codes[index - start : after - start]
+            hashes[block] += np.int64(_write(x[index:after], 1 / steps[block], given, bits, first + index, found))
+            index = after
+        codes[end - start :] = 0
+        _pack(codes, bits, packed[start * bits >> 3 : end * bits + 7 >> 3])
+
+
+@kernel
+def _write(x, inverse, draws, bits, first, codes):
+    total, mask = np.uint64(0), (np.int64(1) << bits) - 1
+    for index in range(len(x)):
+        scaled = _scale(x[index], inverse)
+        cell = np.int64(math.floor(scaled + _draw(draws, index)))
+        codes[index] = cell & mask
+        total += _word(cell, first + index)
+        if not abs(scaled) < BOUND:
+            total += np.uint64(1)
+    return total
 
 
 @kernel
