@@ -43,9 +43,11 @@ def test_differences(bits, numel):
     wanted = torch.floor(x.double() / STEP) - torch.floor(close.double() / STEP)
     for lattice in lattices(bits):
         word, packed = sent(lattice, x, 77)
+        packed[numel * bits // 8 :] |= 255 << numel * bits % 8 & 255  # what fills the last byte says nothing
         out = bytes_for(numel, bits)
         assert lattice.differences(close, STEP, packed, 77, out) == (word, int(wanted.abs().max()) if numel else 0)
         assert cells(out, numel, bits).equal(wanted.long().clamp(-half, half - 1))
+        assert not out[numel * bits // 8 :].bitwise_right_shift(numel * bits % 8).any()
         far = lattice.differences(close + 300, STEP, packed, 77, out)
         assert not numel or far[0] != word
         found.append((far, out.tolist()))
