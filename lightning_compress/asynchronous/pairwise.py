@@ -110,12 +110,15 @@ class PairwiseAverage:
                 f"rank {rank} sent a model of {theirs.numel():,} parameters, and this one has {self._model.numel:,}; "
                 "all ranks must train the same model"
             )
-        share, largest = self._share(others), torch.zeros(1)
+        largest = torch.zeros(())
         for part in self._model.chunks():
             change = theirs[part].sub_(self._model.read(part, self._own))
             torch.maximum(largest, change.abs().max(), out=largest)
+        share = self._share(others)
+        for part in self._model.chunks():
+            change = theirs[part].mul_(share)
             with self._model.moving(part) as moved:
-                moved.add_(change.mul_(share))
+                moved.add_(change)
         return Reply(CHANGE, 0, float(largest), [theirs])
 
     def _share(self, others: int) -> float:

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_compress.core.workspace import pieces
 
 CHUNK = 1 << 16
-"""Elements that are read or moved at a time: they stay in a core's cache, and the lock is held for no longer."""
+"""Elements that are read or moved at a time, a multiple of 8: they stay in a core's cache, and no thread holds the lock
+for longer."""
 
 
 class SharedModel:
