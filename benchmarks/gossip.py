@@ -1,13 +1,15 @@
-"""Gossip: what it does to accuracy, what it costs on a slow link, and the toy at one bit.
+"""Gossip: what it does to accuracy, what it costs on a slow link and on a CPU, and the toy at one bit.
 
     python -m benchmarks.gossip toy --plot docs/results/gossip_toy.png
     python -m benchmarks.gossip accuracy --root data --csv docs/results/gossip_accuracy.csv --ranks 4,8 --seeds 0,1,2
 
+    python -m benchmarks.gossip pairs
     sudo python -m benchmarks.gossip network --ranks 8 --rate 100mbit --delays 0,10 --json gossip.json
 
 For accuracy ranks are threads of one process. A run is a row of the CSV file, written when it ends; those that are
 there are not run again, so that it may be interrupted. All methods have the same steps, batches, first weights and
-learning rates. Titles of ``network`` say kappa, as those of ``benchmarks.network``.
+learning rates. Titles of ``network`` say kappa, as those of ``benchmarks.network``. ``pairs`` times averages of two
+models that ranks at different steps ask for: the CPU time of both, with kernels and with tensor operations.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive, positives
-from benchmarks._gossip import accuracy, network, toy
+from benchmarks._gossip import accuracy, network, pairs, toy
 from benchmarks._gossip.methods import METHODS
 
 
@@ -39,6 +41,9 @@ def main() -> None:
         delays = [float(each) for each in arguments.delays.split(",")]
         given = arguments.numel, arguments.compute_ms, arguments.steps, arguments.json
         network.measure(arguments.ranks, arguments.rate, delays, *given)
+        return
+    if arguments.what == "pairs":
+        pairs.measure(arguments.numel, arguments.rounds, arguments.json)
         return
     settings = {name: getattr(arguments, name) for name in ("steps", "images", "batch", "rate", "tested")}
     seeds, methods = [int(each) for each in arguments.seeds.split(",")], arguments.methods or list(METHODS)
@@ -73,6 +78,12 @@ def parse() -> argparse.Namespace:
     add("--compute-ms", type=float, default=50.0, help="what a step computes, asleep")
     add("--steps", type=positive, default=64)
     add("--json", type=file_to_write, help="write the figures here")
+    apart = parts.add_parser("pairs", help="CPU time of an average of two models at different steps")
+    apart.add_argument(
+        "--numel", type=positive, default=12_500_000, help="parameters of a model (default: %(default)s)"
+    )
+    apart.add_argument("--rounds", type=positive, default=15, help="averages by each method (default: %(default)s)")
+    apart.add_argument("--json", type=file_to_write, help="write the figures here")
     return parser.parse_args()
 
 

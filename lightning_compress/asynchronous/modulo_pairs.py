@@ -11,17 +11,15 @@ Lu, De Sa, "Moniqua: Modulo Quantized Communication in Decentralized SGD", ICML 
 from __future__ import annotations
 
 import math
-import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_compress.asynchronous.pairwise import AGAIN, BUSY, CELLS, CODES, PairwiseAverage
-from lightning_compress.asynchronous.shared_model import SharedModel
-from lightning_compress.codecs.packing.planes import pack_plane, unpack_plane
+from lightning_compress.asynchronous.shared_model import CHUNK, SharedModel
 from lightning_compress.collectives.links import Links, Message, Reply
 from lightning_compress.gossip.lattice import Blocks, Lattice
 from lightning_compress.gossip.moniqua import Moniqua
@@ -74,15 +72,18 @@ class ModuloAverage(PairwiseAverage):
         if theta is None or number % EVERY == 0:
             return super()._ask(links, peer)
         step = float(self._settings.step(torch.tensor(theta, dtype=torch.float64)))
-        room, packed = self._read(peer), torch.empty(self._bytes, dtype=torch.uint8)
-        found = self._lattice.encode(room, Blocks.single(len(room), step, room.device), None, 0, packed)
+        room, packed = torch.empty(CHUNK), torch.empty(self._bytes, dtype=torch.uint8)
+        found = torch.zeros(1, dtype=torch.int64)
+        for part, place in self._chunks():
+            x = self._model.read(part, room)
+            found += self._lattice.encode(x, Blocks.single(len(x), step, x.device), None, part.start, packed[place])
         reply = links.ask(peer, CODES, len(self._open), step, [found, packed])
         if reply.kind == BUSY:
             return False
         if reply.kind == AGAIN:
             self.failures += 1
             return super()._ask(links, peer)
-        self._model.move(self._change(self._unpacked(reply.body), step, reply.clock), -1.0)
+        self._move(reply.body, -self._share(reply.clock) * step)
         self._learn(peer, reply.number)
         return True
 
@@ -107,32 +108,28 @@ class ModuloAverage(PairwiseAverage):
                 f"rank {rank} sent {len(message.body):,} bytes of codes, of cells {step} wide, and a model of this "
                 f"rank's has {wanted:,}; all ranks must train the same model with the same settings"
             )
-        (theirs,) = struct.unpack("=q", bytes(message.body[:8].tolist()))
-        self._model.read(self._own)
-        most = 2 ** (self._bits - 1) - 1
-        found, largest, cells = self._lattice.differences(self._own, step, message.body[8:], most)
-        if found != theirs:
+        theirs, codes = message.body[:8].view(torch.int64), message.body[8:]
+        answer, found, largest = torch.empty(self._bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), 0
+        for part, place in self._chunks():
+            x = self._model.read(part, self._own)
+            word, apart = self._lattice.differences(x, step, codes[place], part.start, answer[place])
+            found += word
+            largest = max(largest, apart)
+        if not found.equal(theirs):
             return Reply(AGAIN)
-        self._model.move(self._change(cells, step, others))
-        return Reply(CELLS, others, largest * step, [self._packed(cells)])
+        self._move(answer, self._share(others) * step)
+        return Reply(CELLS, others, largest * step, [answer])
 
-    def _change(self, cells: Tensor, step: float, others: int) -> Tensor:
-        """Return what both ranks move by: the same product of the same numbers."""
-        change: Tensor = cells.float().mul_(self._share(others) * step)
-        return change
+    def _move(self, differences: Tensor, factor: float) -> None:
+        """Move this model by an answer. Both ranks do so by the same products of the same numbers."""
+        for part, place in self._chunks():
+            with self._model.moving(part) as moved:
+                self._lattice.add_differences(differences[place], factor, moved)
 
-    def _packed(self, cells: Tensor) -> Tensor:
-        codes = torch.zeros(-(-len(cells) // 8) * 8, dtype=torch.uint8)
-        torch.add(cells.to(torch.int16), 2 ** (self._bits - 1), out=codes[: len(cells)])
-        packed = torch.empty(self._bytes, dtype=torch.uint8)
-        pack_plane(codes, 0, self._bits, packed)
-        return packed
-
-    def _unpacked(self, packed: Tensor) -> Tensor:
-        codes = torch.zeros(-(-self._model.numel // 8) * 8, dtype=torch.uint8)
-        unpack_plane(packed, 0, self._bits, codes)
-        cells: Tensor = codes[: self._model.numel].to(torch.int16) - 2 ** (self._bits - 1)
-        return cells
+    def _chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Yield elements of the model, and the bytes of their codes."""
+        for part in self._model.chunks():
+            yield part, slice(part.start * self._bits // 8, -(-part.stop * self._bits // 8))
 
 
 def check_settings(settings: Moniqua) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_compress.asynchronous.shared_model import SharedModel
+from lightning_compress.asynchronous.shared_model import CHUNK, SharedModel
 from lightning_compress.collectives.links import FIRST_KIND, Links, Message, Reply
 from lightning_compress.gossip.algorithm import LARGEST
 
@@ -47,8 +47,8 @@ class PairwiseAverage:
 
     def __init__(self, model: SharedModel, share: float = 0.5) -> None:
         self._model, self._most = model, share
-        self._turn = threading.Lock()  # of the answering threads, which share the room for this rank's model
-        self._own = torch.empty(model.numel)
+        self._turn = threading.Lock()  # of the answering threads, which share the room for a chunk of the model
+        self._own = torch.empty(CHUNK)
         self._rooms: dict[int, Tensor] = {}
         self._open: dict[int, int] = {}
         self.paused, self.answered = False, 0
@@ -81,14 +81,18 @@ class PairwiseAverage:
         reply = links.ask(peer, MODEL, len(self._open), parts=[room])
         if reply.kind == BUSY:
             return False
-        self._model.move(reply.body.view(torch.float32), -1.0)
+        change = reply.body.view(torch.float32)
+        for part in self._model.chunks():
+            with self._model.moving(part) as moved:
+                moved.sub_(change[part])
         self._learn(peer, reply.number)
         return True
 
     def _read(self, peer: int) -> Tensor:
         """Return this rank's model, in memory of the thread that asks this neighbour."""
         room = self._rooms.setdefault(peer, torch.empty(self._model.numel))
-        self._model.read(room)
+        for part in self._model.chunks():
+            self._model.read(part, room[part])
         if len(room) and not float(torch.linalg.vector_norm(room, torch.inf)) < LARGEST:
             raise ValueError("its model is not finite, and was not given to others; lower the learning rate")
         return room
@@ -119,13 +123,18 @@ class PairwiseAverage:
                 f"rank {rank} sent a model of {theirs.numel():,} parameters, and this one has {self._model.numel:,}; "
                 "all ranks must train the same model"
             )
-        self._model.read(self._own)
-        change = theirs.sub_(self._own)
-        apart = float(torch.linalg.vector_norm(change, torch.inf)) if len(change) else 0.0
-        if not apart < LARGEST:  # this rank's model is not finite; its next question says so
+        largest = torch.zeros(())
+        for part in self._model.chunks():
+            change = theirs[part].sub_(self._model.read(part, self._own))
+            torch.maximum(largest, change.abs().max(), out=largest)  # of NaN it is NaN
+        if not float(largest) < LARGEST:  # this rank's model is not finite; its next question says so
             return Reply(BUSY)
-        self._model.move(change.mul_(self._share(others)))
-        return Reply(CHANGE, 0, apart, [change])
+        share = self._share(others)
+        for part in self._model.chunks():
+            change = theirs[part].mul_(share)
+            with self._model.moving(part) as moved:
+                moved.add_(change)
+        return Reply(CHANGE, 0, float(largest), [theirs])
 
     def _share(self, others: int) -> float:
         return min(self._most, 1 / (1 + max(1, others)))

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from lightning_compress.core.workspace import pieces
+
+CHUNK = 1 << 16
+"""Elements that are read or moved at a time, a multiple of 8: they stay in a core's cache, and no thread holds the lock
+for longer."""
 
 
 class SharedModel:
@@ -27,25 +36,36 @@ class SharedModel:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = [each.detach() for each in parameters]
-        self.numel = sum(each.numel() for each in self._parameters)
+        self._stops = list(accumulate(each.numel() for each in self._parameters))
+        self.numel = self._stops[-1] if self._stops else 0
         self.moved = torch.zeros(self.numel)
         self._lock, self._held, self._touched, self.steps = threading.Lock(), False, False, 0
 
-    def read(self, out: Tensor) -> None:
-        """Write the model to ``out``, float32 ``[numel]``. Waits for the optimizer while it steps."""
-        with self._lock:
-            start = 0
-            for each in self._parameters:
-                stop = start + each.numel()
-                out[start:stop].copy_(each.reshape(-1))
-                start = stop
-            out.add_(self.moved)
+    def chunks(self) -> Iterator[slice]:
+        """Yield the parts that are read or moved at a time. The optimizer may step between two of them."""
+        yield from pieces(self.numel, CHUNK)
 
-    def move(self, change: Tensor, factor: float = 1.0) -> None:
-        """Add ``factor * change``, float32 ``[numel]``, to the model."""
+    def read(self, part: slice, room: Tensor) -> Tensor:
+        """Write a chunk of the model to ``room``, float32, and return what was written of it.
+
+        Waits for the optimizer while it steps.
+        """
+        out, start, number = room[: part.stop - part.start], part.start, bisect_right(self._stops, part.start)
         with self._lock:
-            self.moved.add_(change, alpha=factor)
+            while start < part.stop:
+                each, stop = self._parameters[number], min(self._stops[number], part.stop)
+                first = self._stops[number] - each.numel()
+                own, place = _elements(each, start - first, stop - first), slice(start - part.start, stop - part.start)
+                torch.add(own, self.moved[start:stop], out=out[place])
+                start, number = stop, number + 1
+        return out
+
+    @contextmanager
+    def moving(self, part: slice) -> Iterator[Tensor]:
+        """Give ``moved[part]`` to be added to, while nobody else reads or moves the model."""
+        with self._lock:
             self._touched = True
+            yield self.moved[part]
 
     def begin(self) -> None:
         """Let nobody else read or move the model. Calls after the first do nothing."""
@@ -67,3 +87,12 @@ class SharedModel:
         self._held = False
         self.steps += 1
         self._lock.release()
+
+
+def _elements(parameter: Tensor, start: int, stop: int) -> Tensor:
+    """Return ``parameter.reshape(-1)[start:stop]``, and copy no more than its rows if that is a copy."""
+    if parameter.is_contiguous():
+        return parameter.view(-1)[start:stop]
+    row = parameter.numel() // len(parameter)
+    first = start // row
+    return parameter[first : -(-stop // row)].reshape(-1)[start - first * row : stop - first * row]

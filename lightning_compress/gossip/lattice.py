@@ -151,27 +151,50 @@ class Lattice:
         if moved is not None:
             moved.copy_(moved.double() + change)
 
-    def differences(self, x: Tensor, step: float, packed: Tensor, most: int) -> tuple[int, int, Tensor]:
-        """Compare ``x`` with a neighbour's codes of one block, rounded to nearest.
+    def differences(self, x: Tensor, step: float, packed: Tensor, first: int, out: Tensor) -> tuple[int, int]:
+        """Write how many cells a neighbour's cells, recovered from its codes, are above those of ``x``.
+
+        One block, rounded to nearest. A difference is written as a code, plus ``2^(bits - 1)``. Those that a code
+        cannot hold become the nearest that it can: recovered cells may be ``2^(bits - 1)`` above.
 
         Args:
             x: see ``encode``.
             step: width of a cell.
-            packed: the neighbour's codes.
-            most: differences above it become it; those below ``-most - 1`` become that. At most 127.
+            packed: the neighbour's codes, see ``encode``.
+            first: see ``encode``.
+            out: the differences, as ``packed``.
 
         Returns:
-            the hash of the recovered cells, the largest difference, and the differences in cells, int8 ``[n]``.
+            the hash of the recovered cells, and the largest difference.
         """
-        found = torch.empty(len(x), dtype=torch.int8, device=x.device)
         if self._fast:
-            word, largest = self._fast.differences(x.numpy(), step, self.bits, packed.numpy(), most, found.numpy())
-            return _signed(int(word)), int(largest), found
-        scaled = _scaled(x, Blocks.single(len(x), step, x.device))
+            word, largest = self._fast.differences(x.numpy(), step, self.bits, first, packed.numpy(), out.numpy())
+            return _signed(int(word)), int(largest)
+        scaled, half = _scaled(x, Blocks.single(len(x), step, x.device)), 2 ** (self.bits - 1)
         cells = self.recover(scaled, None, packed)
         apart = cells - torch.floor(scaled).long()
-        found.copy_(apart.clamp(-most - 1, most))
-        return int(_words(cells, 0).sum()), int(apart.abs().max()) if len(x) else 0, found
+        codes = torch.zeros(-(-len(x) // 8) * 8, dtype=torch.uint8, device=x.device)
+        codes[: len(x)] = apart.clamp(-half, half - 1) + half
+        pack_plane(codes, 0, self.bits, out)
+        return int(_words(cells, first).sum()), int(apart.abs().max()) if len(x) else 0
+
+    def add_differences(self, packed: Tensor, factor: float, x: Tensor) -> None:
+        """Add ``factor`` times what ``differences`` wrote to ``x``, in place.
+
+        Factor, product and sum are rounded to float32, so that two vectors from which the same is added and subtracted
+        move by the same numbers.
+
+        Args:
+            packed: what ``differences`` wrote.
+            factor: of each.
+            x: see ``encode``.
+        """
+        if self._fast:
+            self._fast.add_differences(packed.numpy(), self.bits, np.float32(factor), x.numpy())
+            return
+        codes = torch.empty(-(-len(x) // 8) * 8, dtype=torch.uint8, device=x.device)
+        unpack_plane(packed, 0, self.bits, codes)
+        x.add_((codes[: len(x)].float() - 2 ** (self.bits - 1)).mul_(factor))
 
     def recover(self, scaled: Tensor, draws: Tensor | None, packed: Tensor) -> Tensor:
         """Return the cells of a neighbour's codes, int64 ``[n]``: the nearest cells to ``scaled`` with these codes.

@@ -10,6 +10,7 @@ from lightning_compress.gossip.lattice import BOUND, FACTORS
 from lightning_compress.kernels.numba import kernel
 
 _STOCHASTIC = 2
+_TILE = 1024  # codes that are unpacked at a time; they stay in the first cache
 _FIRST, _SECOND, _THIRD = (np.uint64(each) for each in FACTORS)
 
 
@@ -50,20 +51,34 @@ def _word(cell, place):
 @kernel
 def encode(x, sizes, steps, rounding, draws, bits, first, packed, hashes):
     """Write codes and hashes. ``rounding`` is an index into ``ROUNDINGS``; it is 0 if there are no draws."""
-    packed[:] = 0
-    mask, start = (np.int64(1) << bits) - 1, np.uint64(0)
-    for block in range(len(sizes)):
-        total, inverse = np.uint64(0), 1 / steps[block]
-        for index in range(start, np.uint64(start + sizes[block])):
-            scaled = _scale(x[index], inverse)
-            cell = np.int64(math.floor(scaled + _draw(draws, index)))
-            place = index * bits
-            packed[place >> 3] |= np.uint8((cell & mask) << (place & 7))
-            total += _word(cell, first + index)
-            if not abs(scaled) < BOUND:
-                total += np.uint64(1)
-        start += np.uint64(sizes[block])
-        hashes[block] = np.int64(total)
+    codes, block, stop = np.empty(_TILE, np.uint8), -1, 0
+    hashes[:] = 0
+    for start in range(0, len(x), _TILE):
+        end, index = min(start + _TILE, len(x)), start
+        while index < end:
+            while index == stop:  # the next block that is not empty
+                block += 1
+                stop += sizes[block]
+            after = min(stop, end)
+            given = draws[index:after] if len(draws) else draws
+            found = codes[index - start : after - start]
+            hashes[block] += np.int64(_write(x[index:after], 1 / steps[block], given, bits, first + index, found))
+            index = after
+        codes[end - start :] = 0
+        _pack(codes, bits, packed[start * bits >> 3 : end * bits + 7 >> 3])
+
+
+@kernel
+def _write(x, inverse, draws, bits, first, codes):
+    total, mask = np.uint64(0), (np.int64(1) << bits) - 1
+    for index in range(len(x)):
+        scaled = _scale(x[index], inverse)
+        cell = np.int64(math.floor(scaled + _draw(draws, index)))
+        codes[index] = cell & mask
+        total += _word(cell, first + index)
+        if not abs(scaled) < BOUND:
+            total += np.uint64(1)
+    return total
 
 
 @kernel
@@ -101,14 +116,76 @@ def move(x, sizes, steps, rounding, draws, bits, codes, weights, extra, moved):
 
 
 @kernel
-def differences(x, step, bits, packed, most, found):
-    """Write the differences of cells, and return the hash of the recovered ones and the largest difference."""
-    total, largest, inverse = np.uint64(0), np.int64(0), 1 / step
+def differences(x, step, bits, first, packed, out):
+    """Write the differences of cells as codes, and return the hash of the recovered ones and the largest difference."""
+    total, largest, codes = np.uint64(0), np.int64(0), np.empty(_TILE, np.uint8)
+    for start in range(0, len(x), _TILE):
+        part = x[start : start + _TILE]
+        place = slice(start * bits >> 3, (start + len(part)) * bits + 7 >> 3)
+        _unpack(packed[place], bits, codes)
+        word, apart = _subtract(part, 1 / step, bits, first + start, codes[: len(part)])
+        total, largest = total + word, max(largest, apart)
+        codes[len(part) :] = 0
+        _pack(codes, bits, out[place])
+    return total, largest
+
+
+@kernel
+def _subtract(x, inverse, bits, first, codes):
+    total, largest, half = np.uint64(0), np.int64(0), np.int64(1) << (bits - 1)
     for index in range(len(x)):
         scaled = _scale(x[index], inverse)
-        cell = _cell(packed, index, _least(scaled, 0.0, 0, bits), bits)
-        total += _word(cell, index)
+        least = _least(scaled, 0.0, 0, bits)
+        cell = least + ((np.int64(codes[index]) - least) & (2 * half - 1))
+        total += _word(cell, first + index)
         apart = cell - np.int64(math.floor(scaled))
         largest = max(largest, abs(apart))
-        found[index] = min(max(apart, -most - 1), most)
+        codes[index] = min(max(apart, -half), half - 1) + half
     return total, largest
+
+
+@kernel
+def add_differences(packed, bits, factor, x):
+    """Add ``factor``, float32, times the differences that codes stand for to ``x``."""
+    codes = np.empty(_TILE, np.uint8)
+    for start in range(0, len(x), _TILE):
+        part = x[start : start + _TILE]
+        _unpack(packed[start * bits >> 3 : (start + len(part)) * bits + 7 >> 3], bits, codes)
+        _add(codes[: len(part)], np.int32(1) << np.int32(bits - 1), factor, part)
+
+
+@kernel
+def _add(codes, half, factor, x):
+    for index in range(len(x)):
+        x[index] += np.float32(np.int32(codes[index]) - half) * factor
+
+
+# The first two branches, of what models are averaged with, are vectorised.
+
+
+@kernel
+def _unpack(packed, bits, codes):
+    if bits == 8:
+        for index in range(len(packed)):
+            codes[index] = packed[index]
+    elif bits == 4:
+        for index in range(len(packed)):
+            codes[2 * index] = packed[index] & np.uint8(15)
+            codes[2 * index + 1] = packed[index] >> np.uint8(4)
+    else:
+        for index in range(8 // bits * len(packed)):
+            codes[index] = (packed[index * bits >> 3] >> (index * bits & 7)) & ((1 << bits) - 1)
+
+
+@kernel
+def _pack(codes, bits, packed):
+    if bits == 8:
+        for index in range(len(packed)):
+            packed[index] = codes[index]
+    elif bits == 4:
+        for index in range(len(packed)):
+            packed[index] = codes[2 * index] | np.uint8(codes[2 * index + 1] << np.uint8(4))
+    else:
+        packed[:] = 0
+        for index in range(8 // bits * len(packed)):
+            packed[index * bits >> 3] |= np.uint8(codes[index] << (index * bits & 7))

@@ -86,6 +86,7 @@ REFUSED = [
     ("gradients", "--root /nowhere --out {folder}/x.pt", "/nowhere"),
     ("accuracy", "--root data --json /nowhere/x.json", "cannot be written"),
     ("gossip", "accuracy --root /nowhere --csv {folder}/x.csv", "/nowhere"),
+    ("gossip", "pairs --rounds 0", "from 1 on"),
     ("gossip", "network --steps 10", "must be a multiple of 16"),
     ("gossip", "network", "which only root may do"),
     ("choices", "", "which only root may do"),

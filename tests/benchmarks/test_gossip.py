@@ -1,11 +1,15 @@
-"""Gossip's benchmark: equal beginnings, rows that are not run again, and the toy."""
+"""Gossip's benchmark: equal beginnings, rows that are not run again, the toy, and averages of pairs."""
+
+import json
 
 import numpy as np
 import torch
 
-from benchmarks._gossip import accuracy, toy, training
+from benchmarks._gossip import accuracy, pairs, toy, training
 from benchmarks._gossip.methods import METHODS
 from benchmarks._gossip.rank import METHODS as OVER_LINKS
+from lightning_compress import kernels
+from lightning_compress.asynchronous.pairwise import CODES, MODEL
 from recipes.resnet.data import Split
 
 
@@ -50,3 +54,24 @@ def test_every_method_can_be_made():
             algorithm = training.build_algorithm(METHODS[method]["algorithm"])
             training.build_gossip_compressor(METHODS[method].get("compressor"), algorithm)
     assert len(OVER_LINKS) == 11
+
+
+def test_pairs_are_timed(tmp_path, monkeypatch, capsys):
+    timed, asked = pairs._Loop.time, []
+
+    def time(self, average):
+        spans = timed(self, average)
+        asked.append((type(average).__name__, self.kind, average.failures if hasattr(average, "failures") else 0))
+        return spans
+
+    monkeypatch.setattr(pairs._Loop, "time", time)
+    found = pairs.measure(1001, 3, tmp_path / "pairs.json")
+    assert json.loads((tmp_path / "pairs.json").read_text()) == found
+    fast = 2 if kernels.compiler(torch.device("cpu")) else 0
+    assert [each["by"] for each in found["rows"]] == fast * ["numba"] + 3 * ["torch"]
+    assert all(set(each) == {"method", "by", *pairs.PARTS} for each in found["rows"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "one average of 1,001 parameters" in said
+    assert [kind for name, kind, _ in asked if name == "PairwiseAverage"] == 6 * [MODEL]
+    assert [kind for name, kind, _ in asked if name == "ModuloAverage"] == (2 + fast) * [MODEL, *5 * [CODES]]
+    assert not any(failures for *_, failures in asked)

@@ -127,6 +127,32 @@ def test_kernels_write_what_tensor_operations_write(settings):
 
 
 @pytest.mark.parametrize("settings", LEGAL, ids=str)
+def test_codes_and_hashes_do_not_depend_on_what_is_encoded_together(settings):
+    """Blocks that are empty, of a few elements, and longer than what the kernel packs at a time."""
+    sizes = [0, 3, 1500, 0, 0, 1, 7, 2100, 0]
+    numel = sum(sizes)
+    x, draws = torch.from_numpy(np.random.default_rng(3).standard_normal(numel)).float(), draws_of(settings, numel)
+    x[1503], x[numel - 1] = np.nan, np.inf
+    steps = torch.linspace(0.01, 0.5, len(sizes), dtype=torch.float64)
+    found = []
+    for by in BOTH:
+        with kernels.using(by):
+            lattice = Lattice(settings.bits, settings.way, CPU)
+        packed = torch.full((-(-numel * settings.bits // 8),), 255, dtype=torch.uint8)
+        hashes = lattice.encode(x, Blocks(torch.tensor(sizes), steps), draws, 5, packed)
+        found.append((hashes.tolist(), packed.tolist()))
+        start = 3 + 1500 + 1 + 7
+        some, rest = (
+            torch.empty(-(-2100 * settings.bits // 8), dtype=torch.uint8),
+            None if draws is None else draws[start:],
+        )
+        alone = lattice.encode(x[start:], Blocks.single(2100, float(steps[7]), CPU), rest, 5 + start, some)
+        assert int(alone) == hashes[7]
+    assert found[0] == found[1]
+    assert [number for number, each in enumerate(found[0][0]) if each == 0] == [0, 3, 4, 8]
+
+
+@pytest.mark.parametrize("settings", LEGAL, ids=str)
 def test_every_injected_overflow_is_detected(settings, by):
     """A parameter of the other that is further away than the interval allows, one at a time, anywhere."""
     generator, (own, theirs) = np.random.default_rng(1), pair(1.0, NUMEL, scale=2.0)
