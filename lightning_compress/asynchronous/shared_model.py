@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -65,3 +66,16 @@ class SharedModel:
             self._touched = False
         self._held = False
         self._lock.release()
+
+    @contextmanager
+    def moving(self) -> Iterator[Tensor]:
+        """Yield ``moved``, to which the caller adds. Waits for the optimizer, and for others who move the model."""
+        with self._lock:
+            self._touched = True
+            yield self.moved
+
+    def parts(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield each parameter, and its part of each vector ``[numel]`` as a view in the parameter's shape."""
+        sizes = [each.numel() for each in self._parameters]
+        for parameter, *parts in zip(self._parameters, *(vector.split(sizes) for vector in vectors), strict=True):
+            yield parameter, *(part.view(parameter.shape) for part in parts)
