@@ -63,15 +63,15 @@ class SSP:
                 "sent here are changes that the optimizer has made. Use a codec, such as 'topk' or 'onebit'"
             )
         for method in state.methods:
-            if not isinstance(method, Codec):
-                raise ValueError(
-                    f"compressor={written(method)} needs all ranks at the same step, because they talk more than once "
-                    "in an average. Use a codec, such as 'qsgd', 'rotated' or 'topk', or 'none'"
-                )
             if not method.conserves:
                 raise ValueError(
                     f"compressor={written(method)} sends votes, and votes that arrive at different times cannot be "
                     "counted. Use 'efsign' or 'onebit'"
+                )
+            if not isinstance(method, Codec):
+                raise ValueError(
+                    f"compressor={written(method)} needs all ranks at the same step, because they talk more than once "
+                    "in an average. Use a codec, such as 'qsgd', 'rotated' or 'topk', or 'none'"
                 )
 
     @cached_property
