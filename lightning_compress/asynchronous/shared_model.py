@@ -61,7 +61,7 @@ class SharedModel:
         return out
 
     @contextmanager
-    def moving(self, part: slice) -> Iterator[Tensor]:
+    def moving(self, part: slice = slice(None)) -> Iterator[Tensor]:
         """Give ``moved[part]`` to be added to, while nobody else reads or moves the model."""
         with self._lock:
             self._touched = True
@@ -87,6 +87,13 @@ class SharedModel:
         self._held = False
         self.steps += 1
         self._lock.release()
+
+
+    def parts(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield each parameter, and its part of each vector ``[numel]`` as a view in the parameter's shape."""
+        sizes = [each.numel() for each in self._parameters]
+        for parameter, *parts in zip(self._parameters, *(vector.split(sizes) for vector in vectors), strict=True):
+            yield parameter, *(part.view(parameter.shape) for part in parts)
 
 
 def _elements(parameter: Tensor, start: int, stop: int) -> Tensor:

@@ -41,8 +41,8 @@ __all__ = ["FIRST_KIND", "HEADER", "Answer", "GoneError", "Links", "Message", "R
 
 START = 30.0
 """Seconds in which all neighbours have to be connected."""
-_GOODBYE = 5.0
-"""Seconds to wait for the neighbours' goodbyes."""
+_GOODBYE, _WORD = 5.0, 0.5
+"""Seconds to wait for the neighbours' goodbyes, and for the word of one that has closed its connections."""
 _ENTRY = struct.Struct("!B16sH16s")
 """Version of the internet protocol, address, port and token."""
 _SIOCGIFADDR = 0x8915
@@ -209,6 +209,8 @@ class Links:
             gone = GoneError(peer, str(error))
         except Exception as error:
             gone = GoneError(self.rank, f"failed: {type(error).__name__}: {error}")
+        if gone.rank in self._left:  # which this rank knows, but not that the neighbour cannot go on without it
+            gone = GoneError(peer, f"failed: {gone}")
         self._lose(gone.rank, gone.why)
         with suppress(BrokenError):  # in place of the answer, which the neighbour may wait for
             connection.send(FAILED, gone.rank, parts=_word(gone))
@@ -236,6 +238,8 @@ class Links:
                     return reply
                 self._lose(reply.clock, _text(reply.body).decode(errors="replace"))
             except BrokenError as error:
+                with self._changed:  # it may have said on its own connection what has failed, or goodbye
+                    self._changed.wait_for(lambda: self._lost or peer in self._left, _WORD)
                 self._lose(peer, str(error))
         self.check()
         raise GoneError(peer, "has left")

@@ -119,6 +119,24 @@ def test_a_failure_is_told(pools):
     assert found == [("rank 0 failed: loss is NaN",) * 2] * 2
 
 
+def _one_left():
+    made = _made()
+    if made.rank == 1:
+        made.close()
+        return ""
+    while 1 not in made.left:
+        time.sleep(0.01)
+    if made.rank == 2:
+        time.sleep(0.2)  # until rank 0 knows that as well
+        made.close(GoneError(1, "has left"))
+        return ""
+    return _until_gone(made)
+
+
+def test_a_rank_that_fails_because_another_has_left_is_named(pools):
+    assert pools[3].run(_one_left)[0] == "rank 2 failed: rank 1 has left"
+
+
 def _asked_for(kind, number, parts, timeout):
     rank = TorchCollective().rank
     made = _made(timeout, KINDS if rank else {**KINDS, ASK: MOST + 1, UNKNOWN: 0})
