@@ -1,10 +1,11 @@
-"""Asynchronous gossip: each rank averages its model with one neighbour at a time, and none waits for another."""
+"""Training without waiting: ranks are at different steps, and bring their models together in the background."""
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,23 +13,21 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_compress.asynchronous.board import FIRST, Board
-from lightning_compress.asynchronous.modulo_pairs import ModuloAverage, check_settings
-from lightning_compress.asynchronous.pairwise import Askers, PairwiseAverage
-from lightning_compress.asynchronous.shared_model import SharedModel
+from lightning_compress.asynchronous.bounded_staleness import BoundedStaleness
+from lightning_compress.asynchronous.pair_gossip import ADPSGD, PairGossip
+from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.collectives import Collective, CountingCollective
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.collectives.links import GoneError, Links
 from lightning_compress.core import errors
 from lightning_compress.core.errors import ExchangeError
-from lightning_compress.core.registry import build
 from lightning_compress.engine.checks import check_initialized
-from lightning_compress.gossip.build import COMPRESSORS
-from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.topology import Topology, build_topology
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.settings.parsing import truth
+from lightning_compress.settings.rules import kinds_of
 
-ALGORITHMS = ("adpsgd",)
+ALGORITHMS: dict[str, type[ADPSGD] | type[SSP]] = {"adpsgd": ADPSGD, "ssp": SSP}
 BATCHES = FIRST
 """The counter of batches that ranks have taken in an epoch."""
 _NAMED_S = 1.0
@@ -36,24 +35,25 @@ _NAMED_S = 1.0
 
 
 class AsyncGossip(Synchroniser):
-    """Decentralised training without waiting (AD-PSGD): after each step, a rank averages its model with a neighbour.
+    """Training without waiting: a rank that is slow, or behind a slow link, holds up nobody.
 
-    A rank asks a neighbour at random, in a thread, and goes on; a thread of the neighbour answers, and both move
-    towards each other by the same numbers, so that the mean of all models stays as it is. So a rank that is slow, or
-    behind a slow link, holds up nobody. All ranks wait for each other only where they need one model, for validation,
-    checkpoints and the end of the fit: there it is the exact mean. Optimizer states and buffers stay per-rank.
+    With "adpsgd" a rank asks a neighbour at random after each step, in a thread, and goes on; a thread of the neighbour
+    answers, and both move towards each other by the same numbers, so that the mean of all models stays as it is. With
+    "ssp" a rank sends what its optimizer has changed to all others, encoded, and waits only where it is too far ahead.
+    All ranks meet where they need one model, for validation, checkpoints and the end of the fit: there it is the exact
+    mean. Optimizer states and buffers stay per-rank.
 
     Args:
-        algorithm: "adpsgd".
-        topology: who is whose neighbour: "ring", "complete", "star", "exponential", or a matrix, see ``Gossip``; its
-            weights do not matter here.
-        compressor: None or "none" for exact averages, 8 bytes a parameter and average; or "moniqua" and its settings,
-            with 8 or 4 bits.
+        algorithm: "adpsgd"; "ssp", or with its settings ``{"name": "ssp", "staleness": 8}``, see ``SSP``.
+        topology: of "adpsgd", who is whose neighbour: "ring" (the default), "complete", "star", "exponential", or a
+            matrix, see ``Gossip``; its weights do not matter here.
+        compressor: of "adpsgd": None for exact averages, 8 bytes a parameter and average, or "moniqua" and its
+            settings, with 8 or 4 bits. Of "ssp": any codec.
         share_work: ranks take their batches from one list, so that a slow rank takes fewer in an epoch. False: every
             rank has as many, and at an epoch's end all wait for the slowest.
-        answer_timeout: seconds after which a neighbour that does not answer is taken for dead; above 0.
+        answer_timeout: seconds after which a rank that does not answer is taken for dead; above 0.
         buffers: see ``Gossip``.
-        seed: of the choice among neighbours, 0 or more.
+        seed: of all randomness, 0 or more.
 
     Attributes:
         share_work: as given.
@@ -63,9 +63,6 @@ class AsyncGossip(Synchroniser):
 
     Raises:
         ValueError: a name or setting is unknown, or a value is out of range.
-
-    Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, arXiv
-    1710.06952.
     """
 
     kind = "asynchronous gossip"
@@ -75,25 +72,25 @@ class AsyncGossip(Synchroniser):
 
     def __init__(
         self,
-        algorithm: str = "adpsgd",
-        topology: Topology | str | dict[str, Any] | list[Any] = "ring",
-        compressor: Moniqua | str | dict[str, Any] | None = None,
+        algorithm: str | dict[str, Any] = "adpsgd",
+        topology: Topology | str | dict[str, Any] | list[Any] | None = None,
+        compressor: Any = None,
         share_work: bool = True,
         answer_timeout: float = 30.0,
         buffers: dict[str, str] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__("mean", ("mean",), buffers)
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(map(repr, ALGORITHMS))}")
         number = isinstance(answer_timeout, int | float) and not isinstance(answer_timeout, bool)
         if not number or not 0 < answer_timeout < float("inf"):
             raise ValueError(f"answer_timeout={answer_timeout!r} must be a number of seconds above 0, such as 30")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"seed={seed!r} must be an integer of 0 or more")
         self.share_work = bool(truth("share_work", share_work))
-        self._algorithm, self._topology_given, self._seed = algorithm, topology, seed
-        self._compressor, self._timeout = _moniqua(compressor), float(answer_timeout)
+        self._settings = _settings(algorithm, compressor, seed)
+        if isinstance(self._settings, SSP) and topology is not None:
+            raise ValueError(f"topology={topology!r}: 'ssp' sends to all ranks; leave it out, or use 'adpsgd'")
+        self._topology_given, self._timeout = topology or "ring", float(answer_timeout)
         self.on_call = self.join
         self._links: Links | None = None
 
@@ -120,7 +117,7 @@ class AsyncGossip(Synchroniser):
                 )
         except ValueError as error:  # a file may be missing on one rank only
             problem = error
-        settings = self._algorithm, self._compressor, graph, self.share_work, self._timeout, self._seed, self.rules
+        settings = self._settings, graph, self.share_work, self._timeout, self.rules
         self._compare(settings, problem, ranks, device)
         self.rules.check(dict(model.named_buffers()))
 
@@ -138,55 +135,57 @@ class AsyncGossip(Synchroniser):
         self.meters = [Meter(self.device)]
         self._apart = ranks.apart()
         self.counted = CountingCollective(self._apart, self.meter)
-        self._shared = SharedModel(trained.values())
-        if self._compressor is None:
-            self._pairs = PairwiseAverage(self._shared)
-        else:
-            self._pairs = ModuloAverage(self._shared, self._compressor)
-        self.paused, self._joined, self._sent = True, 0, 0
+        self._joined, self._sent, self.paused = 0, 0, True
         self._furthest, self._sent_to = 0, dict[int, int]()
         self._consensus = self.waited = 0.0
         self._links = None
+        self._method, peers = self._begun(trained)
         if ranks.size > 1:
-            self._pairs.pause()
-            peers = list(self._topology.weights(ranks.rank, 0))
             self._board = Board(ranks, self._timeout, self.device)
-            self._links = links = Links(ranks, peers, self._pairs.answer, self._pairs.kinds, self._timeout, self.device)
-            self._askers = Askers(
-                lambda peer: self._pairs.ask(links, peer), peers, self._seed * ranks.size + ranks.rank
-            )
-            self._askers.pause()
-        self._hooks = [each.register_step_post_hook(lambda *_: self._shared.end()) for each in self.optimizers]
+            self._links = Links(ranks, peers, self._method.answer, self._method.kinds, self._timeout, self.device)
+            self._method.connect(self._links)
+        self._hooks = [each.register_step_post_hook(lambda *_: self._method.end()) for each in self.optimizers]
+
+    def _begun(self, trained: dict[str, Tensor]) -> tuple[PairGossip | BoundedStaleness, list[int]]:
+        """Return the algorithm at work, and the ranks that this one talks to."""
+        rank, size = self.ranks.rank, self.ranks.size
+        if isinstance(self._settings, SSP):
+            others = [other for other in range(size) if other != rank]
+            return BoundedStaleness(trained, self._settings, rank, size, kinds_of(self.model)), others
+        return PairGossip(trained.values(), self._settings), list(self._topology.weights(rank, 0))
 
     def _rebase(self) -> None:
-        self._shared.moved.zero_()
+        """See ``Synchroniser``; nothing has moved yet."""
 
     def before_step(self, optimizer: Optimizer, scaled: bool = False) -> None:
         """See ``Synchroniser``: from here on the optimizer changes the parameters, and nobody reads them."""
-        self._shared.begin()
+        self._method.begin()
 
     def _after_step(self) -> None:
-        self._shared.end()  # if the GradScaler has skipped the step
         meter = self.meter
         meter.begin_step()
-        if self._links is not None and not self._alone:
-            self._askers.step()
-            self._look()
-            sent = sum(self._links.sent.values())
-            meter.bytes_sent, self._sent = meter.bytes_sent + sent - self._sent, sent
-        meter.bytes_dense += all_reduce_bytes(4 * self._shared.numel, self.ranks.size)
+        with self._named():
+            self._method.end()  # if the GradScaler has skipped the step
+            if self._links is not None and not self.paused:
+                self._method.wait(self._look)
+                self._look()
+                sent = sum(self._links.sent.values())
+                meter.bytes_sent, self._sent = meter.bytes_sent + sent - self._sent, sent
+        meter.bytes_dense += all_reduce_bytes(4 * self._method.model.numel, self.ranks.size)
         meter.end_step()
 
     def _look(self) -> None:
         """Raise what has happened in other threads, or to other ranks."""
-        assert self._links is not None
+        if self._links is None:
+            return
         try:
             self._links.check()
             self._board.links.check()
+            self._method.look()
         except GoneError as gone:
             raise ExchangeError(f"{self._where}: {gone}") from gone
-        if (error := self._askers.error) is not None:
-            raise (ValueError if isinstance(error, ValueError) else ExchangeError)(f"{self._where}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{self._where}: {error}") from error
 
     @property
     def _where(self) -> str:
@@ -221,22 +220,23 @@ class AsyncGossip(Synchroniser):
             return
         began = time.monotonic()
         with self._named():
-            self._askers.pause()
+            self._method.stop()
             self._look()
-            self._board.meet(self._wait_step)
+            self._board.meet(self._while_waiting)
         self._settle()
         self.waited += time.monotonic() - began
 
-    def _wait_step(self) -> None:
+    def _while_waiting(self) -> None:
         self._look()
         if self.called:
             self.on_call()
+            self.resume()  # those that called train on, and this rank stops for the others once more
+            self._method.stop()
 
     def _settle(self) -> None:
         """Apply what neighbours have moved; nobody asks any more. Collective."""
-        self._pairs.pause()
-        self._shared.begin()
-        self._shared.end()
+        with self._named():
+            self._method.settle(self._look)
         self.paused = True
         most = torch.tensor([self.attempts])
         with self._named(), errors.explained("meeting the others", self.ranks.rank):
@@ -246,8 +246,7 @@ class AsyncGossip(Synchroniser):
     def resume(self) -> None:
         """Go on averaging."""
         if self.paused and self._links is not None and not self._alone:
-            self._pairs.resume()
-            self._askers.resume()
+            self._method.resume()
             self.paused = False
 
     def call(self) -> None:
@@ -271,7 +270,7 @@ class AsyncGossip(Synchroniser):
         """Come to a call, and wait for all others; like ``pause``. Collective."""
         self._joined += 1
         with self._named():
-            self._askers.pause()
+            self._method.stop()
             self._look()
             self._board.come(self._joined, self._look)
         self._settle()
@@ -302,10 +301,13 @@ class AsyncGossip(Synchroniser):
         said = cause if isinstance(cause, GoneError) else failure
         word = said if said is None or isinstance(said, Exception) else RuntimeError(type(said).__name__)
         if word is None:
-            self._askers.pause()
-        self._askers.close()
+            with suppress(GoneError):
+                self._method.stop()
+            self._method.close()
         for each in (links, self._board.links):
             each.close(word)
+        if word is not None:  # its threads end when the connections do
+            self._method.close()
 
     def close(self) -> None:
         """See ``Synchroniser``."""
@@ -319,60 +321,58 @@ class AsyncGossip(Synchroniser):
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Synchroniser``; ranks are at different steps."""
-        return {"common": {}, "attempts": self.attempts, "pairs": self._pairs.state_dict()}
+        return {"common": {}, "attempts": self.attempts, "method": self._method.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ``Synchroniser``. The run after it is another one: what ranks ask, and when, is never the same."""
         self.attempts = state["attempts"]
-        self._pairs.load_state_dict(state["pairs"])
-        self._shared.moved.zero_()
+        self._method.load_state_dict(state["method"])
 
     @property
     def method(self) -> str:
         """See ``Synchroniser``."""
-        return f"{self._title}, {self._topology.checksum:08x}"
+        return f"{self._settings}, {self._topology.checksum:08x}"
 
     @property
     def _title(self) -> str:
-        how = "none" if self._compressor is None else f"moniqua of {self._compressor.bits} bits"
-        return f"{self.kind} by {self._algorithm} with {how} on {self._topology.name}"
+        settings, how = self._settings, getattr(self._settings.compressor, "name", self._settings.compressor) or "none"
+        if isinstance(settings, SSP):
+            return f"{self.kind} by ssp with {how}, at most {settings.staleness} steps ahead"
+        return f"{self.kind} by adpsgd with {how} on {self._topology.name}"
 
     @property
     def summary(self) -> str:
         """See ``Synchroniser``."""
         work = "batches from one list" if self.share_work else "as many batches on each rank"
-        return f"{self._title} of {self.ranks.size} ranks, {work}; keeps 4 bytes a parameter"
+        kept = 4 if isinstance(self._settings, ADPSGD) else 12
+        return f"{self._title} of {self.ranks.size} ranks, {work}; keeps {kept} bytes a parameter"
 
     def stats(self) -> dict[str, Any]:
-        """See ``Synchroniser``; also answers and bytes by neighbour, and how late answers were.
+        """See ``Synchroniser``; also bytes by rank, and the algorithm's figures.
 
-        ``staleness``: mean number of steps of this rank between a question and its answer. ``wait_s``: seconds that
-        this rank has waited where all meet.
+        ``staleness``: mean number of steps of this rank between a question and its answer, or that it was ahead of the
+        slowest. ``wait_s``: seconds that this rank has waited where all meet.
         """
         sent = self._links.sent if self._links else self._sent_to
-        answers, lags = sum(self._pairs.asked.values()), sum(self._pairs.lags.values())
         return {
             **self.meter.read(),
             **{f"bytes_to_{peer}": float(count) for peer, count in sorted(sent.items())},
-            **{f"answers_of_{peer}": float(count) for peer, count in sorted(self._pairs.asked.items())},
-            "answers": float(answers),
-            "answered": float(self._pairs.answered),
-            "staleness": lags / answers if answers else 0.0,
+            **self._method.figures(),
             "wait_s": self.waited,
             "consensus_distance": self._consensus,
             "summary": self.summary,
         }
 
 
-def _moniqua(given: object) -> Moniqua | None:
-    """Return what ``compressor=`` means: None for exact averages."""
-    if given in (None, "none", "auto"):
-        return None
-    built = build("compressor", given, COMPRESSORS, (Moniqua,))
-    if not isinstance(built, Moniqua):
-        raise ValueError(
-            f"compressor={given!r}: models that are averaged at different times have no residual in common; use None "
-            "or 'moniqua'"
-        )
-    check_settings(built)
-    return built
+def _settings(algorithm: object, compressor: object, seed: int) -> ADPSGD | SSP:
+    """Return the settings that ``algorithm`` names, or has."""
+    given: dict[str, Any] = dict(algorithm) if isinstance(algorithm, Mapping) else {"name": algorithm}
+    name = given.pop("name", None)
+    if name not in ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(map(repr, ALGORITHMS))}")
+    known = [each for each in inspect.signature(ALGORITHMS[name]).parameters if each not in ("compressor", "seed")]
+    if unknown := given.keys() - set(known):
+        raise ValueError(f"algorithm={algorithm!r}: {name} has no {sorted(unknown)[0]!r}; it has {known or 'nothing'}")
+    if compressor is not None:
+        given["compressor"] = compressor
+    return ALGORITHMS[name](**given, seed=seed)

@@ -133,8 +133,6 @@ class BoundedStaleness:
         self._links, self._senders = links, Senders(links)
         self._senders.send(JOIN, self._digest)
 
-    # what other ranks say
-
     def answer(self, rank: int, message: Message) -> Reply:
         """See ``Answer``.
 
@@ -180,8 +178,6 @@ class BoundedStaleness:
         with self._decoding.used():
             self._decoder.share(mix(self._seed, clock))
             self._decoder.decode(message[None], moved, 1 / self._size, accumulate=True)
-
-    # what the training thread does
 
     @torch.no_grad()
     def wait(self, check: Check = lambda: None) -> None:
@@ -276,7 +272,7 @@ class BoundedStaleness:
         first: list[int] | None = None
         while True:
             left = set() if self._links is None else self._links.left
-            self._look()
+            self.look()
             with self._arrived:
                 ranks = late()
                 first = ranks if first is None else first
@@ -292,14 +288,18 @@ class BoundedStaleness:
                 self._senders.ping(PING, ranks)
                 pinged = time.monotonic()
 
-    def _look(self) -> None:
+    def figures(self) -> dict[str, float]:
+        """Return the mean lead over the slowest rank, and the number of steps that had to wait."""
+        steps = max(1, self.leads.total())
+        leads = sum(lead * count for lead, count in self.leads.items())
+        return {"staleness": leads / steps, "waits": float(self.waits.total()), "waited_s": self.waited}
+
+    def look(self) -> None:
         """Raise what has happened to other ranks, or in other threads."""
         if self._links is not None:
             self._links.check()
             if self._senders.error is not None:
                 raise self._senders.error
-
-    # where all ranks meet
 
     def stop(self) -> None:
         """Tell the others that this rank pauses, so that none waits for its next steps; does nothing if it was told."""
@@ -356,8 +356,6 @@ class BoundedStaleness:
         """End the threads when all that was sent is answered, or a rank is gone. Call it before ``Links.close``."""
         if self._links is not None:
             self._senders.close()
-
-    # what is saved
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state besides the parameters, at a meeting or before the first step.

@@ -88,7 +88,6 @@ class SharedModel:
         self.steps += 1
         self._lock.release()
 
-
     def parts(self, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yield each parameter, and its part of each vector ``[numel]`` as a view in the parameter's shape."""
         sizes = [each.numel() for each in self._parameters]

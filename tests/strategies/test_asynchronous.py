@@ -20,7 +20,13 @@ from lightning_compress import AsyncGossipStrategy
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 
-METHODS = {"exact": None, "8 bits": "moniqua", "4 bits": {"name": "moniqua", "bits": 4}}
+METHODS = {
+    "exact": {},
+    "8 bits": {"compressor": "moniqua"},
+    "4 bits": {"compressor": {"name": "moniqua", "bits": 4}},
+    "ssp": {"algorithm": "ssp"},
+    "ssp, onebit": {"algorithm": {"name": "ssp", "staleness": 2}, "compressor": "onebit"},
+}
 
 
 class Validated(Net):
@@ -72,18 +78,18 @@ class Logs(Validated):
         return loss
 
 
-def _trains(compressor, share):
+def _trains(method, share):
     watch = Watch()
-    trainer, model = fit(AsyncGossipStrategy(compressor=compressor, share_work=share), Logs, [watch])
+    trainer, model = fit(AsyncGossipStrategy(**method, share_work=share), Logs, [watch])
     stats = trainer.strategy.comm_stats()
     return watch.steps, watch.evaluated, watch.losses, parameters(model).numpy(), stats
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("compressor", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_one_model_is_evaluated_and_left(pools, size, compressor, share):
-    ranks = pools[size].run(_trains, compressor, share)
+def test_one_model_is_evaluated_and_left(pools, size, method, share):
+    ranks = pools[size].run(_trains, method, share)
     batches = 60 if share else 60 // size * size
     assert [sum(steps) for steps in zip(*(rank[0] for rank in ranks), strict=True)] == [batches] * 2
     for rank in ranks[1:]:
@@ -93,9 +99,10 @@ def test_one_model_is_evaluated_and_left(pools, size, compressor, share):
         assert np.array_equal(rank[3], ranks[0][3])
     assert ranks[0][2][1] < ranks[0][2][0] < 2.3
     for *_, stats in ranks:
-        assert stats["answers"] > 0
-        assert stats["bytes_sent"] >= 0
-        assert 0 < stats["consensus_distance"] < 1
+        assert stats["total_bytes_sent"] > 0
+        assert stats.get("answers", 1) > 0
+        assert 0 <= stats["staleness"] < 60
+        assert 0 <= stats["consensus_distance"] < (1e-6 if "algorithm" in method else 1)
 
 
 class Slow(Validated):
@@ -131,21 +138,21 @@ class Saves(Callback):
         self.began = parameters(module).numpy(), trainer.strategy.attempts
 
 
-def _resumes(folder, compressor):
+def _resumes(folder, method):
     saves = Saves()
     save = ModelCheckpoint(folder, "last", save_top_k=1)
-    _, model = fit(AsyncGossipStrategy(compressor=compressor), Slow, [saves, save], epochs=1)
+    _, model = fit(AsyncGossipStrategy(**method), Slow, [saves, save], epochs=1)
     mean = parameters(model).numpy()
     again = Saves()
-    fit(AsyncGossipStrategy(compressor=compressor, strict_state=True), Slow, [again], f"{folder}/last.ckpt", epochs=2)
+    fit(AsyncGossipStrategy(**method, strict_state=True), Slow, [again], f"{folder}/last.ckpt", epochs=2)
     kept = torch.load(f"{folder}/last.ckpt", weights_only=True)["state_dict"]
     kept = torch.cat([kept[name].reshape(-1) for name, _ in model.named_parameters()]).numpy()
     return saves.saved, again.began, mean, kept
 
 
-@pytest.mark.parametrize("compressor", [None, "moniqua"])
-def test_each_rank_goes_on_with_its_own_model_and_step(pools, tmp_path, compressor):
-    ranks = pools[3].run(_resumes, str(tmp_path), compressor)
+@pytest.mark.parametrize("name", ["exact", "8 bits", "ssp, onebit"])
+def test_each_rank_goes_on_with_its_own_model_and_step(pools, tmp_path, name):
+    ranks = pools[3].run(_resumes, str(tmp_path), METHODS[name])
     for (saved, step), (began, at), mean, kept in ranks:
         assert np.array_equal(saved, began)
         assert step == at > 0
@@ -277,11 +284,15 @@ def test_models_and_optimizers_that_cannot_work_are_refused(pools):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"algorithm": "dpsgd"}, "algorithm='dpsgd' must be one of 'adpsgd'"),
+        ({"algorithm": "dpsgd"}, "algorithm='dpsgd' must be one of 'adpsgd', 'ssp'"),
         ({"answer_timeout": 0}, "answer_timeout=0 must be a number of seconds above 0"),
         ({"answer_timeout": True}, "answer_timeout=True"),
         ({"seed": -1}, "seed=-1"),
         ({"compressor": "topk"}, "use None or 'moniqua'"),
+        ({"algorithm": {"name": "ssp", "stale": 1}}, "ssp has no 'stale'; it has"),
+        ({"algorithm": {"name": "ssp", "staleness": -1}}, "staleness=-1"),
+        ({"algorithm": "ssp", "compressor": "powersgd"}, "they talk more than once"),
+        ({"algorithm": "ssp", "topology": "ring"}, "'ssp' sends to all ranks"),
         ({"compressor": {"name": "moniqua", "bits": 1}}, "use 4 or 8 bits"),
         ({"share_work": "perhaps"}, "share_work"),
         ({"state": "mean"}, "state='mean' is not possible"),
