@@ -62,9 +62,8 @@ class PairGossip:
 
     def __init__(self, parameters: Iterable[Tensor], settings: ADPSGD) -> None:
         self.model, self._seed = SharedModel(parameters), settings.seed
-        compressor = settings.compressor
-        exact = not isinstance(compressor, Moniqua)
-        self._pairs = PairwiseAverage(self.model) if exact else ModuloAverage(self.model, compressor)
+        coded = settings.compressor if isinstance(settings.compressor, Moniqua) else None
+        self._pairs = PairwiseAverage(self.model) if coded is None else ModuloAverage(self.model, coded)
         self._pairs.pause()
         self._askers: Askers | None = None
 

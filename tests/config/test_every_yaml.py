@@ -15,7 +15,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, Moniqua
+from lightning_compress import AsyncGossipStrategy, CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, Moniqua
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.strategies.constructors import LOCAL_STEPS
@@ -84,7 +84,7 @@ def test_composes_and_builds(path: Path) -> None:
         OmegaConf.resolve(cfg)
         pytest.skip("no GPU to build this trainer for")
     _, model, trainer = built(cfg)
-    assert isinstance(trainer.strategy, CompressedDDPStrategy | GossipStrategy | LocalSGDStrategy)
+    assert isinstance(trainer.strategy, CompressedDDPStrategy | GossipStrategy | LocalSGDStrategy | AsyncGossipStrategy)
     assert sum(p.numel() for p in model.parameters()) > 200_000
 
 
