@@ -24,6 +24,7 @@ from lightning_compress.core.errors import ExchangeError
 from lightning_compress.engine.checks import check_initialized
 from lightning_compress.gossip.topology import Topology, build_topology
 from lightning_compress.periodic.synchroniser import Synchroniser
+from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.parsing import truth
 from lightning_compress.settings.rules import kinds_of
 
@@ -47,8 +48,8 @@ class AsyncGossip(Synchroniser):
         algorithm: "adpsgd"; "ssp", or with its settings ``{"name": "ssp", "staleness": 8}``, see ``SSP``.
         topology: of "adpsgd", who is whose neighbour: "ring" (the default), "complete", "star", "exponential", or a
             matrix, see ``Gossip``; its weights do not matter here.
-        compressor: of "adpsgd": None for exact averages, 8 bytes a parameter and average, or "moniqua" and its
-            settings, with 8 or 4 bits. Of "ssp": any codec.
+        compressor: "auto" or "none" for float32, which "adpsgd" sends 8 bytes a parameter and average of. Of "adpsgd",
+            "moniqua" and its settings, with 8 or 4 bits; of "ssp", any codec.
         share_work: ranks take their batches from one list, so that a slow rank takes fewer in an epoch. False: every
             rank has as many, and at an epoch's end all wait for the slowest.
         answer_timeout: seconds after which a rank that does not answer is taken for dead; above 0.
@@ -74,7 +75,7 @@ class AsyncGossip(Synchroniser):
         self,
         algorithm: str | dict[str, Any] = "adpsgd",
         topology: Topology | str | dict[str, Any] | list[Any] | None = None,
-        compressor: Any = None,
+        compressor: Any = "auto",
         share_work: bool = True,
         answer_timeout: float = 30.0,
         buffers: dict[str, str] | None = None,
@@ -373,6 +374,6 @@ def _settings(algorithm: object, compressor: object, seed: int) -> ADPSGD | SSP:
     known = [each for each in inspect.signature(ALGORITHMS[name]).parameters if each not in ("compressor", "seed")]
     if unknown := given.keys() - set(known):
         raise ValueError(f"algorithm={algorithm!r}: {name} has no {sorted(unknown)[0]!r}; it has {known or 'nothing'}")
-    if compressor is not None:
+    if not (compressor in (None, "auto") or isinstance(compressor, Automatic)):
         given["compressor"] = compressor
     return ALGORITHMS[name](**given, seed=seed)

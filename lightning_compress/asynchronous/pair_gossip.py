@@ -36,14 +36,14 @@ class ADPSGD:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.compressor in (None, "none", "auto"):
+        if self.compressor in (None, "none"):
             object.__setattr__(self, "compressor", None)
             return
         built = build("compressor", self.compressor, COMPRESSORS, (Moniqua,))
         if not isinstance(built, Moniqua):
             raise ValueError(
                 f"compressor={self.compressor!r}: models that are averaged at different times have no residual in "
-                "common; use None or 'moniqua', or algorithm='ssp', which takes any codec"
+                "common; use 'none' or 'moniqua', or algorithm='ssp', which takes any codec"
             )
         check_settings(built)
         object.__setattr__(self, "compressor", built)

@@ -288,7 +288,7 @@ def test_models_and_optimizers_that_cannot_work_are_refused(pools):
         ({"answer_timeout": 0}, "answer_timeout=0 must be a number of seconds above 0"),
         ({"answer_timeout": True}, "answer_timeout=True"),
         ({"seed": -1}, "seed=-1"),
-        ({"compressor": "topk"}, "use None or 'moniqua'"),
+        ({"compressor": "topk"}, "use 'none' or 'moniqua'"),
         ({"algorithm": {"name": "ssp", "stale": 1}}, "ssp has no 'stale'; it has"),
         ({"algorithm": {"name": "ssp", "staleness": -1}}, "staleness=-1"),
         ({"algorithm": "ssp", "compressor": "powersgd"}, "they talk more than once"),
