@@ -69,6 +69,7 @@ class Gossip(Synchroniser):
 
     kind = "gossip"
     meters: Sequence[Meter] = ()
+    _mixing: Mixing
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Gossip(Synchroniser):
     @property
     def _title(self) -> str:
         how = getattr(self._compressor, "name", "none")
-        return f"gossip by {self._algorithm.name} with {how} on {self._topology.name}"
+        return f"gossip by {self._algorithm.title} with {how} on {self._topology.name}"
 
     # a fit
 
@@ -128,6 +129,11 @@ class Gossip(Synchroniser):
                 f"topology {topology.name}: its spectral gap is 0, so ranks would swap models and never agree. Keep "
                 "some weight on the diagonal: topology={'name': ..., 'lazy': True}"
             )
+        if self._averages_states and topology.directed:
+            raise ValueError(
+                f"average_states=True averages with neighbours that answer, and topology {topology.name} is directed. "
+                "Leave it out, or use a symmetric topology: ring, star, exponential or complete"
+            )
         return topology
 
     def _mixed(self, model: nn.Module) -> dict[str, Tensor]:
@@ -154,9 +160,11 @@ class Gossip(Synchroniser):
         self._by_rank, self._healed, self._consensus = [0] * self.ranks.size, [0] * self.ranks.size, 0.0
 
     def _rebase(self) -> None:
+        if hasattr(self, "_mixing"):  # a learning rate finder has trained before the fit
+            self._mixing.land()
         self._flat.keep(self.named())
         arguments = self._flat.vector, self._neighbours, self._compressor, self._layout, self._seed
-        self._mixing: Mixing = self._algorithm.begin(*arguments)
+        self._mixing = self._algorithm.begin(*arguments)
 
     def _heal(self, named: Mapping[str, Tensor]) -> None:
         """Go back to the model of the last round if this rank's is not finite; its neighbours then heal it."""
@@ -212,10 +220,21 @@ class Gossip(Synchroniser):
     def _averaged(self, plain: bool) -> dict[str, Tensor]:
         if self._alone or (self.evaluate == "local" and not plain):
             return {}
+        return self._mean(plain)
+
+    def _mean(self, plain: bool = False) -> dict[str, Tensor]:
+        """Return the mean of all models by name, and the other tensors that go with it. Collective.
+
+        Args:
+            plain: leave out what an algorithm holds besides the models.
+        """
         named = self.named()
         self._heal(named)
         doing = f"averaging all models after {self.attempts} steps"
-        means = mean_of({name: named[name] for name in self._mixes}, self.counted, doing)
+        models = {name: named[name] for name in self._mixes}
+        with errors.explained(doing, self.ranks.rank):
+            surplus = None if plain else self._mixing.surplus()
+        means = mean_of(models, self.counted, doing) if surplus is None else self._mean_with(models, *surplus, doing)
         distance, norm = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
         for name, mean in means.items():
             distance += squares(named[name].detach(), mean)
@@ -225,9 +244,29 @@ class Gossip(Synchroniser):
         self._consensus = (float(distance) / self.ranks.size / float(norm)) ** 0.5 if norm else 0.0
         return means | self._rest(self._mixes)
 
+    def _mean_with(self, models: Mapping[str, Tensor], vector: Tensor, weight: float, doing: str) -> dict[str, Tensor]:
+        """Return the sum of models and surplus, divided by the sum of the weights; see ``Mixing.surplus``."""
+        totals = {name: view.add_(models[name]) for name, view in views_of(vector, self._layout).items()}
+        weights = torch.tensor([weight], dtype=torch.float64, device=self.device)
+        means = mean_of(totals, self.counted, doing)
+        with errors.explained(doing, self.ranks.rank):
+            self.counted.all_reduce(weights)
+        return {name: each.mul_(self.ranks.size / float(weights)) for name, each in means.items()}
+
     def finish(self) -> None:
         """See ``Synchroniser``: all ranks get the exact mean."""
-        self.put(self.averaged_model(plain=True))
+        if self._alone:
+            return
+        with torch.no_grad():
+            self.put(self._mean())
+            self._flat.keep(self.named())
+            self._mixing.restart(self._flat.vector)
+
+    def abandon(self) -> None:
+        """See ``Synchroniser``; messages that cannot arrive any more are dropped."""
+        super().abandon()
+        if hasattr(self, "_mixing"):
+            self._mixing.abandon()
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Synchroniser``."""
@@ -264,6 +303,7 @@ class Gossip(Synchroniser):
     def close(self) -> None:
         """See ``Synchroniser``; closes the transport to the neighbours."""
         if not self._alone:  # after an abort a rank may still wait in it, until the process exits
+            self._mixing.abandon()  # a fit that does not finish leaves messages
             self._apart.close()
 
 
@@ -281,7 +321,7 @@ class _FlatModel:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._names = layout.names
         self.vector = torch.zeros(layout.numel, device=device)
-        self._views = [self.vector[each.span].view(each.shape) for each in layout.segments]
+        self._views = list(views_of(self.vector, layout).values())
         self._statistics: dict[str, Tensor] = {}
 
     def keep(self, named: Mapping[str, Tensor]) -> None:
@@ -319,6 +359,11 @@ class _FlatModel:
 
     def _parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
         return [named[name].detach() for name in self._names]
+
+
+def views_of(vector: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """Return the parts of a vector by name, in the parameters' shapes; they share its memory."""
+    return {each.name: vector[each.span].view(each.shape) for each in layout.segments}
 
 
 def _finite(tensors: Iterable[Tensor]) -> bool:
