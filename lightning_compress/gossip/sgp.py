@@ -62,7 +62,7 @@ class SGP(Algorithm):
         """See ``Algorithm``; none."""
         if compressor is not None:
             raise ValueError(
-                f"algorithm sgp pushes models and weights in one proportion, which the loss of {compressor} would break. "
+                f"algorithm sgp pushes models and weights in one proportion, and {compressor} loses a part of one. "
                 "Use compressor='none'; for fewer bytes, algorithm dpsgd with moniqua, or choco, on a symmetric graph"
             )
 

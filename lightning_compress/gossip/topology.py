@@ -268,8 +268,7 @@ def from_matrices(matrices: object, name: str = "matrix") -> Topology:
 
 
 TOPOLOGIES: Mapping[str, Callable[[int], Topology]] = {
-    make.__name__: make
-    for make in (ring, complete, star, exponential, one_peer, directed_ring, one_peer_exponential)
+    make.__name__: make for make in (ring, complete, star, exponential, one_peer, directed_ring, one_peer_exponential)
 }
 """Functions from the number of ranks to a topology, by name."""
 

@@ -91,9 +91,13 @@ class GossipMixin(PeriodicMixin):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``gossip``, one name per algorithm and those with Moniqua, each with its variants."""
+        """Register ``gossip``, one name per algorithm and those with Moniqua, each with its variants.
+
+        ``gossip_sgp`` is on the paper's graph.
+        """
         named: dict[str, dict[str, object]] = {"gossip": {}, "gossip_moniqua": {"compressor": "moniqua"}}
         named |= {f"gossip_{name}": {"algorithm": name} for name in ALGORITHMS.offered}
+        named["gossip_sgp"]["topology"] = "one_peer_exponential"
         named["gossip_d2_moniqua"] = {"algorithm": "d2", "compressor": "moniqua"}
         register(strategy_registry, cls, "Gossip", named)
 

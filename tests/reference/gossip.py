@@ -49,7 +49,9 @@ def sgp(start, size, rounds, rate, gradient, matrix, delay=0):
             assert abs(sum(shares[:, j]) - 1) < 1e-6
             for i in range(size):
                 if i != j:
-                    boxes.setdefault((number + delay, i), []).append((shares[i, j] * halves[j], shares[i, j] * weights[j]))
+                    boxes.setdefault((number + delay, i), []).append(
+                        (shares[i, j] * halves[j], shares[i, j] * weights[j])
+                    )
         for i in range(size):
             arrived = boxes.pop((number, i), [])
             pushed[i] = shares[i, i] * halves[i] + sum(vector for vector, _ in arrived)
