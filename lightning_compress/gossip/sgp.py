@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -183,9 +184,12 @@ class _Mixing(Mixing):
         """Wait for what travels in a slot, and sum it: at once, so that a sum that was saved has the same bits."""
         if slot not in self._travels:
             return
-        wait, shares = self._travels[slot]
-        wait()
-        del self._travels[slot]
+        wait, shares = self._travels.pop(slot)
+        try:
+            wait()
+        except Exception:  # lost, and its weight with it, so that quotients stay models; another wait would hang
+            self._drop(slot)
+            raise
         if not shares:
             self._drop(slot)
             return
@@ -203,11 +207,8 @@ class _Mixing(Mixing):
 
     def abandon(self) -> None:
         for slot in sorted(self._travels):
-            try:
+            with suppress(Exception):
                 self._land(slot)
-            except Exception:  # its sender is gone; model and weight are lost together, so their quotient stays right
-                del self._travels[slot]
-                self._drop(slot)
 
     def surplus(self) -> tuple[Tensor, float]:
         self.land()
