@@ -44,15 +44,18 @@ class Gossip(Synchroniser):
     rank whose model is not finite before a round goes back to its model of the last round, and averages from there.
 
     Args:
-        algorithm: "dpsgd"; "d2", for ranks with different data; with compressors: "choco", "dcd", "ecd",
+        algorithm: "dpsgd"; "d2", for ranks with different data; "sgp", for directed graphs, and for messages that
+            travel beside the next steps (``{"name": "sgp", "delay": 1}``); with compressors: "choco", "dcd", "ecd",
             "deepsqueeze"; a mapping (``{"name": "choco", "gamma": 0.5}``), or an ``Algorithm``.
         topology: "ring", "complete", "star", "exponential", "one_peer" (another neighbour in each round; 2, 4, 8, ...
             ranks), a matrix as nested lists, or the path of a matrix in a text or .npy file. A matrix must be
             symmetric, with rows and columns that sum to 1. ``{"name": ..., "lazy": True}`` keeps half of the weight on
-            the rank itself; "d2" does so automatically where it must.
-        compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings ("d2": 4 or 8 bits); for "choco" and
-            "deepsqueeze" a contractive codec (efsign, onebit, topk, ...); for "dcd" and "ecd" an unbiased one (qsgd,
-            rotated, ...). "auto": float32, signs and 8 bits, respectively.
+            the rank itself; "d2" and "sgp" do so automatically where they must. "sgp" also takes "directed_ring",
+            "one_peer_exponential" (sends to another rank in each round; any number of ranks), and matrices of which
+            only the columns sum to 1.
+        compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings ("d2": 4 or 8 bits); for "sgp": "none";
+            for "choco" and "deepsqueeze" a contractive codec (efsign, onebit, topk, ...); for "dcd" and "ecd" an
+            unbiased one (qsgd, rotated, ...). "auto": float32, signs and 8 bits, respectively.
         sync_every: optimizer steps between two rounds, 1 or more.
         evaluate: the model that is validated, tested and saved. "mean": the mean of all models, computed on demand.
             "local": each rank's own; checkpoints hold rank 0's.

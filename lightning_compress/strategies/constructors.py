@@ -105,6 +105,9 @@ class GossipMixin(PeriodicMixin):
 class GossipStrategy(GossipMixin, DDPStrategy):
     """Decentralised data-parallel training: each rank averages parameters with its neighbours only.
 
+    ``GossipStrategy("d2")`` is for ranks with different data; ``GossipStrategy({"name": "sgp", "delay": 1},
+    "one_peer_exponential")`` sends models along a directed graph while the next steps compute.
+
     The arguments are those of ``lightning_compress.periodic.Gossip`` and of ``PeriodicStrategy`` (``state``,
     ``strict_state``, Lightning's own). When gossip pays, and which algorithm to choose: docs/gossip.md.
 
