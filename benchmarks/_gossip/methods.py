@@ -12,9 +12,15 @@ def _moniqua(bits: int, every: int = 1) -> Settings:
     return {"algorithm": "dpsgd", "compressor": {"name": "moniqua", "bits": bits}, "every": every}
 
 
+def _sgp(delay: int) -> Settings:
+    return {"algorithm": {"name": "sgp", "delay": delay}, "topology": "one_peer_exponential"}
+
+
 METHODS: dict[str, Settings] = {
     ALL_REDUCE: {},
     "D-PSGD": {"algorithm": "dpsgd"},
+    "SGP": _sgp(0),
+    "SGP, used a round later": _sgp(1),
     "Moniqua, 8 bits": _moniqua(8),
     "Moniqua, 4 bits": _moniqua(4),
     "Moniqua, 4 bits, every 2nd step": _moniqua(4, every=2),
@@ -29,4 +35,6 @@ METHODS: dict[str, Settings] = {
     "ECD, 8 bits": {"algorithm": "ecd", "compressor": {"name": "qsgd", "bits": 8}},
     "ECD, 2 bits": {"algorithm": "ecd", "compressor": {"name": "qsgd", "bits": 2}},
 }
-"""Signs are of blocks of 1,024 with a float32 each; QSGD's 8 and 2 bits have a float32 for each bucket."""
+"""On a ring, but for SGP, whose ranks send to one other in a round.
+
+Signs are of blocks of 1,024 with a float32 each; QSGD's 8 and 2 bits have a float32 for each bucket."""

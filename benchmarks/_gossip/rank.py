@@ -52,15 +52,21 @@ def _compressed(codec: Codec) -> Callable[[int], Step]:
     return make
 
 
-def _gossip(compressor: object, every: int = 1) -> Callable[[int], Step]:
+def _gossip(
+    compressor: object, every: int = 1, algorithm_: object = "dpsgd", topology: str = "ring"
+) -> Callable[[int], Step]:
     def make(numel: int) -> Step:
-        algorithm, ranks = build_algorithm("dpsgd"), TorchCollective()
-        neighbours = Neighbours(ranks, build_topology("ring", ranks.size))
+        algorithm, ranks = build_algorithm(algorithm_), TorchCollective()
+        neighbours = Neighbours(ranks, algorithm.fit_topology(build_topology(topology, ranks.size), None))
         compressor_ = build_gossip_compressor(compressor, algorithm)
         mixing = algorithm.begin(torch.zeros(numel), neighbours, compressor_, Layout.of([("x", (numel,))]), 0)
         return lambda vector, step: mixing.mix(vector, 0.1) if (step + 1) % every == 0 else None
 
     return make
+
+
+def _sgp(delay: int) -> Callable[[int], Step]:
+    return _gossip(None, 1, {"name": "sgp", "delay": delay}, "one_peer_exponential")
 
 
 def _moniqua(bits: int) -> dict[str, object]:
@@ -99,6 +105,8 @@ METHODS: dict[str, Callable[[int], Step]] = {
     "onebit": _compressed(OneBit()),
     f"local SGD, every {LOCAL_STEPS}": _all_reduce(LOCAL_STEPS),
     "D-PSGD": _gossip(None),
+    "SGP": _sgp(0),
+    "SGP, used a round later": _sgp(1),
     "Moniqua, 8 bits": _gossip(_moniqua(8)),
     "Moniqua, 1 bit": _gossip(_moniqua(1)),
     f"Moniqua, 8 bits, every {LOCAL_STEPS}": _gossip(_moniqua(8), LOCAL_STEPS),

@@ -83,7 +83,7 @@ def _rank(
             torch.cat([each.detach().view(-1) for each in parameters], out=vector)
             mixing.mix(vector, float(optimizer.param_groups[0]["lr"]))
             nn.utils.vector_to_parameters(vector.clone(), parameters)
-    consensus = _mean_model(model, vector, collective)
+    consensus = _mean_model(model, vector, collective, mixing)
     accuracy, loss_there = _test(model, task.test) if collective.rank == 0 else (0.0, 0.0)
     return {
         "accuracy": round(accuracy, 2),
@@ -107,7 +107,7 @@ def _draw(model: nn.Module, seed: int) -> None:
 def _mixing(collective: Collective, method: str, vector: Tensor, seed: int) -> tuple[Mixing | None, Neighbours]:
     settings = METHODS[method]
     algorithm = build_algorithm(settings.get("algorithm", "dpsgd"))
-    topology = algorithm.fit_topology(build_topology("ring", collective.size), None)
+    topology = algorithm.fit_topology(build_topology(settings.get("topology", "ring"), collective.size), None)
     neighbours = Neighbours(collective, topology)
     if method == ALL_REDUCE:
         return None, neighbours
@@ -140,14 +140,15 @@ def _average_gradients(parameters: list[nn.Parameter], collective: Collective) -
     return all_reduce_bytes(4 * len(gradient), collective.size)
 
 
-def _mean_model(model: nn.Module, vector: Tensor, collective: Collective) -> float:
+def _mean_model(model: nn.Module, vector: Tensor, collective: Collective, mixing: Mixing | None) -> float:
     """Leave the mean of all models, BatchNorm's statistics too; how far apart they were, relative to its norm."""
     tensors = [each.data for each in [*model.parameters(), *model.buffers()] if each.is_floating_point()]
     own = torch.cat([each.reshape(-1) for each in tensors])
-    mean = own.clone()
+    mean, count = own.clone(), len(vector)
+    if mixing and (surplus := mixing.surplus()):
+        mean[:count] += surplus[0]  # the weights sum to the number of ranks
     collective.all_reduce(mean)
     mean /= collective.size
-    count = len(vector)
     apart = (own[:count] - mean[:count]).double().square().sum()[None]
     collective.all_reduce(apart)
     for each, part in zip(tensors, mean.split([each.numel() for each in tensors]), strict=True):

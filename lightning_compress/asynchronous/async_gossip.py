@@ -17,6 +17,7 @@ from lightning_compress.asynchronous.bounded_staleness import BoundedStaleness
 from lightning_compress.asynchronous.pair_gossip import ADPSGD, PairGossip
 from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.collectives import Collective, CountingCollective
+from lightning_compress.collectives.coalesced import mean_of
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.collectives.links import GoneError, Links
 from lightning_compress.core import errors
@@ -281,7 +282,10 @@ class AsyncGossip(Synchroniser):
             return {}
         self.pause()
         with self._named():
-            means, self._consensus = self._means(self._names)
+            named = self.named()
+            own = {name: named[name] for name in self._names}
+            means = mean_of(own, self.counted, f"averaging all models after {self.attempts} steps")
+            self._consensus = self._apart_from(means)
             return means | self._rest(self._names)
 
     def furthest(self) -> int:

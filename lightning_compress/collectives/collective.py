@@ -11,7 +11,7 @@ from torch import Tensor
 
 Operation = Literal["sum", "max"]
 """How an all-reduce combines the ranks' tensors, element by element."""
-Overlapping = Literal["all_reduce", "all_gather", "all_to_all"]
+Overlapping = Literal["all_reduce", "all_gather", "all_to_all", "swap"]
 """The collectives that ``Collective.begin`` starts."""
 Wait = Callable[[], object]
 """Waits for a collective that was started; on NCCL, only the device's stream waits."""

@@ -204,7 +204,7 @@ class CountingCollective(Collective):
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Count what is sent."""
-        self._count(sum(tensor.nbytes for tensor in sends.values()), self._inner.swap, sends, receives)
+        self._count(_BYTES["swap"](sends, self.size), self._inner.swap, sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """Return this rank's part, counted in the same meter."""
@@ -216,10 +216,11 @@ def all_reduce_bytes(size: int, ranks: int) -> int:
     return round(2 * (ranks - 1) / ranks * size)
 
 
-_BYTES: dict[str, Callable[[Tensor, int], int]] = {
+_BYTES: dict[str, Callable[[Any, int], int]] = {
     "all_reduce": lambda tensor, ranks: all_reduce_bytes(tensor.nbytes, ranks),
     "all_gather": lambda tensor, ranks: (ranks - 1) * tensor.nbytes,
     "all_to_all": lambda rows, ranks: (ranks - 1) * rows[0].nbytes,
+    "swap": lambda sends, ranks: sum(tensor.nbytes for tensor in sends.values()),
 }
 
 

@@ -75,6 +75,8 @@ class TorchCollective(Collective):
 
     def begin(self, name: Overlapping, *arguments: Any) -> Wait:
         """Start the backend's asynchronous collective, or the transfers that replace it."""
+        if name == "swap":
+            return self._begin_swap(*arguments)
         works: list[dist.Work] = getattr(self, f"_{name}")(*arguments, async_op=True)
         return lambda: _wait(works)
 
@@ -106,18 +108,26 @@ class TorchCollective(Collective):
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Start all transfers at once, so that no order can deadlock: asynchronous on Gloo, one group call on NCCL."""
+        self._begin_swap(sends, receives)()
+
+    def _begin_swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Wait:
         # Gloo sends no accelerator memory point to point: copy through the host
         if self._through_host and any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):
             arriving = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
-            self.swap({peer: tensor.cpu() for peer, tensor in sends.items()}, arriving)
-            for peer, tensor in receives.items():
-                tensor.copy_(arriving[peer])
-            return
+            wait = self._begin_swap({peer: tensor.cpu() for peer, tensor in sends.items()}, arriving)
+
+            def arrive() -> None:
+                wait()
+                for peer, tensor in receives.items():
+                    tensor.copy_(arriving[peer])
+
+            return arrive
         if not self._met:  # NCCL needs all ranks in a group's first call, each on its own device
             devices = [tensor.device for tensor in (*sends.values(), *receives.values())]
             dist.all_reduce(torch.zeros(1, device=devices[0] if devices else "cuda"), group=self.group)
             self._met = True
-        _wait(self._transfers(sends, receives))
+        works = self._transfers(sends, receives)
+        return lambda: _wait(works)
 
     def _transfers(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> list[dist.Work]:
         # receives first: on Gloo, their ready messages would wait behind the data sent over the same connection

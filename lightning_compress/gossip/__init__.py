@@ -10,6 +10,7 @@ from lightning_compress.gossip.algorithm import Algorithm as Algorithm
 from lightning_compress.gossip.dpsgd import DPSGD as DPSGD
 from lightning_compress.gossip.d2 import D2 as D2
 from lightning_compress.gossip.choco import Choco as Choco
+from lightning_compress.gossip.sgp import SGP as SGP
 from lightning_compress.core.registry import Registry, named
 
 ALGORITHMS: Registry[Algorithm] = Registry(

@@ -91,6 +91,26 @@ class Mixing(ABC):
             own.copy_(vectors[name])
         self.numbers.update((name, float(value)) for name, value in numbers.items())
 
+    # for algorithms whose messages are used in a later round; others hold nothing besides the model
+
+    def land(self) -> None:  # noqa: B027
+        """Wait for the messages that travel, and keep them until their round. Collective: every rank must call it."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """Do as ``land`` while the fit is aborted; what cannot arrive is dropped."""
+
+    def surplus(self) -> tuple[Tensor, float] | None:
+        """Return what this rank holds besides its model. Collective: every rank must call it.
+
+        Returns:
+            a new float32 vector ``[numel]``, and this rank's weight: the mean model is the sum over the ranks of model
+            plus vector, divided by the sum of the weights. None: nothing, and all weights are 1.
+        """
+        return None
+
+    def restart(self, model: Tensor) -> None:  # noqa: B027
+        """Go on from one model that all ranks have now, their mean: float32 ``[numel]``."""
+
 
 class Algorithm(ABC):
     """A way to train without a global mean; a frozen dataclass of its settings.
@@ -99,17 +119,24 @@ class Algorithm(ABC):
         name: what logs and messages call it; the class's name in lower case by default.
         codec: default codec of its messages; None if it sends whole float32 vectors by default.
         fixed: neighbours and weights must be the same in every round.
+        directed: takes directed graphs too; others need symmetric mixing matrices.
         memory: bytes for each parameter that it keeps between rounds.
     """
 
     name: ClassVar[str]
     codec: ClassVar[Codec | None] = None
     fixed: ClassVar[bool] = False
+    directed: ClassVar[bool] = False
     memory: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
         if "name" not in vars(cls):
             cls.name = cls.__name__.lower()
+
+    @property
+    def title(self) -> str:
+        """What logs call it; a state is loaded only by an algorithm of the same title."""
+        return self.name
 
     @abstractmethod
     def check_compressor(self, compressor: object) -> None:
@@ -125,6 +152,8 @@ class Algorithm(ABC):
         Raises:
             ValueError: the topology breaks a condition of the algorithm.
         """
+        if not self.directed:
+            topology.check_symmetric(f"algorithm {self.name}")
         if self.fixed and topology.varies:
             raise ValueError(
                 f"algorithm {self.name} keeps sums over fixed neighbours, and topology {topology.name} has others in "

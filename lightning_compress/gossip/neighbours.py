@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
+from lightning_compress.collectives.collective import Wait
 from lightning_compress.gossip.topology import Topology
 
 
@@ -38,6 +39,14 @@ class Neighbours:
         """Return the weights of the neighbours in round ``number``, by rank."""
         return self.topology.weights(self.rank, number)
 
+    def kept(self, number: int) -> float:
+        """Return the share of its own vector that this rank keeps in round ``number``."""
+        return self.topology.kept(self.rank, number)
+
+    def targets(self, number: int) -> list[int]:
+        """Return the ranks that receive from this one in round ``number``; on symmetric graphs those of ``weights``."""
+        return self.topology.targets(self.rank, number)
+
     def exchange(self, message: Tensor, number: int) -> dict[int, Tensor]:
         """Send one message to all neighbours, and return theirs, which have the same length.
 
@@ -63,9 +72,17 @@ class Neighbours:
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """Send a different message to each neighbour; see ``Collective.swap``."""
+        self._count(sends)
+        self.collective.swap(sends, receives)
+
+    def begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Wait:
+        """Start a ``swap``, and return what waits for it. Until then its tensors must not be used."""
+        self._count(sends)
+        return self.collective.begin("swap", sends, receives)
+
+    def _count(self, sends: Mapping[int, Tensor]) -> None:
         for peer, message in sends.items():
             self.sent[peer] += message.numel() * message.element_size()
-        self.collective.swap(sends, receives)
 
     def greatest(self, values: Tensor) -> Tensor:
         """Replace each value by its largest over all ranks, not only neighbours, and return them. Collective."""

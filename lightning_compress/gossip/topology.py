@@ -22,10 +22,12 @@ TOLERANCE = 1e-9
 class Topology:
     """Mixing matrices of ``size`` ranks, used in turn, one in each round.
 
+    Row ``i`` has the weights of what rank ``i`` receives, column ``j`` how rank ``j`` divides what it sends.
+
     Args:
         name: for messages.
-        matrices: one or more, float64 ``[size, size]``, symmetric, non-negative, with rows that sum to 1. Together they
-            must connect all ranks.
+        matrices: one or more, float64 ``[size, size]``, non-negative, with columns that sum to 1. Together they must
+            have a path from each rank to each other one. Most algorithms also need symmetric ones: ``check_symmetric``.
 
     Raises:
         ValueError: a matrix breaks one of these conditions, or ranks are not connected.
@@ -40,8 +42,11 @@ class Topology:
         for matrix in self.matrices:
             _check(self.name, matrix, self.matrices[0].shape)
         object.__setattr__(self, "matrices", tuple(map(_even, self.matrices)))
-        if self.size > 1 and not _connected(sum(self.matrices[1:], self.matrices[0])):
-            raise ValueError(f"topology {self.name}: ranks are not connected, so they would never agree; add edges")
+        if missing := _unconnected(sum(self.matrices[1:], self.matrices[0])):
+            raise ValueError(
+                f"topology {self.name}: ranks are not connected, so they would never agree: nothing of rank "
+                f"{missing[0]} comes to rank {missing[1]}; add edges"
+            )
 
     @property
     def size(self) -> int:
@@ -53,16 +58,32 @@ class Topology:
         """Whether neighbours or weights change from round to round."""
         return len(self.matrices) > 1
 
+    @property
+    def directed(self) -> bool:
+        """Whether some weight is not the same in both directions."""
+        return any(not np.array_equal(matrix, matrix.T) for matrix in self.matrices)
+
+    def check_symmetric(self, who: str) -> None:
+        """Raise ValueError if the topology is directed; ``who`` needs it symmetric, for the message."""
+        for matrix in self.matrices:
+            row, column = np.unravel_index(np.abs(matrix - matrix.T).argmax(), matrix.shape)
+            if matrix[row, column] != matrix[column, row]:
+                raise ValueError(
+                    f"topology {self.name}: the weight of {row} and {column} is {matrix[row, column]:g} one way and "
+                    f"{matrix[column, row]:g} the other. For {who} it must be symmetric, since neighbours answer each "
+                    "other. Use algorithm sgp, which takes directed graphs, or ring, star, exponential or complete"
+                )
+
     @cached_property
     def gap(self) -> float:
-        """Spectral gap per round: 1 minus the second largest singular value. 1: ranks agree at once; 0: never."""
+        """Spectral gap per round: 1 minus the modulus of the second eigenvalue. 1: ranks agree at once; 0: never."""
         if self.size == 1:
             return 1.0
         product = np.eye(self.size)
         for matrix in self.matrices:
             product = matrix @ product
-        second = float(np.linalg.svd(product - 1 / self.size, compute_uv=False)[0])
-        return 1 - max(second, 0.0) ** (1 / len(self.matrices)) if second > TOLERANCE else 1.0
+        second = float(np.sort(np.abs(np.linalg.eigvals(product)))[-2])
+        return max(1 - second ** (1 / len(self.matrices)), 0.0) if second > TOLERANCE else 1.0
 
     @cached_property
     def checksum(self) -> int:
@@ -80,8 +101,15 @@ class Topology:
 
     def weights(self, rank: int, number: int) -> dict[int, float]:
         """Return the weights of a rank's neighbours in round ``number``, by rank in ascending order."""
-        row = self.matrices[number % len(self.matrices)][rank]
-        return {peer: float(weight) for peer, weight in enumerate(row) if weight and peer != rank}
+        return _others(self.matrices[number % len(self.matrices)][rank], rank)
+
+    def kept(self, rank: int, number: int) -> float:
+        """Return the share of its own vector that a rank keeps in round ``number``."""
+        return float(self.matrices[number % len(self.matrices)][rank, rank])
+
+    def targets(self, rank: int, number: int) -> list[int]:
+        """Return the ranks that receive from a rank in round ``number``, in ascending order."""
+        return list(_others(self.matrices[number % len(self.matrices)][:, rank], rank))
 
     def describe(self) -> str:
         """Return a line for the log."""
@@ -96,33 +124,38 @@ def _check(name: str, matrix: Matrix, shape: tuple[int, ...]) -> None:
         raise ValueError(f"topology {name}: a matrix has shape {matrix.shape}; it must be square, and all of one size")
     if not np.isfinite(matrix).all() or (matrix < 0).any():
         raise ValueError(f"topology {name}: weights must be finite and 0 or more; the least is {matrix.min():g}")
-    for what, sums in (("row", matrix.sum(1)), ("column", matrix.sum(0))):
-        worst = int(np.abs(sums - 1).argmax())
-        if abs(sums[worst] - 1) > TOLERANCE:
-            raise ValueError(
-                f"topology {name}: {what} {worst} sums to {sums[worst]:.9g}, and must sum to 1 (doubly stochastic), "
-                "else the mean of the models would move"
-            )
-    if np.abs(matrix - matrix.T).max() > TOLERANCE:
-        row, column = np.unravel_index(np.abs(matrix - matrix.T).argmax(), matrix.shape)
+    sums = matrix.sum(0)
+    worst = int(np.abs(sums - 1).argmax())
+    if abs(sums[worst] - 1) > TOLERANCE:
+        rows = np.abs(matrix.sum(1) - 1).max() <= TOLERANCE
         raise ValueError(
-            f"topology {name}: the weight of {row} and {column} is {matrix[row, column]:g} one way and "
-            f"{matrix[column, row]:g} the other; it must be symmetric, since neighbours answer each other"
+            f"topology {name}: column {worst} sums to {sums[worst]:.9g}, and must sum to 1 (column-stochastic), else "
+            "the mean of the models would move. A column says how a rank divides what it sends"
+            + ("; yours has rows that sum to 1: transpose it" if rows else "")
         )
 
 
+def _others(weights: Matrix, rank: int) -> dict[int, float]:
+    return {peer: float(weight) for peer, weight in enumerate(weights) if weight and peer != rank}
+
+
 def _even(matrix: Matrix) -> Matrix:
-    """Return the matrix exactly symmetric, without tiny weights: an edge that only one side sees would wait forever."""
-    even = (matrix + matrix.T) / 2
+    """Return the matrix without tiny weights, exactly symmetric if it nearly is: both sides must see an edge."""
+    even = (matrix + matrix.T) / 2 if np.abs(matrix - matrix.T).max() <= TOLERANCE else matrix
     return np.where(even > TOLERANCE, even, 0.0)
 
 
-def _connected(matrix: Matrix) -> bool:
-    reached = np.zeros(len(matrix), bool)
-    reached[0] = True
-    for _ in range(len(matrix)):
-        reached |= (matrix[reached] > 0).any(0)
-    return bool(reached.all())
+def _unconnected(matrix: Matrix) -> tuple[int, int] | None:
+    """Return two ranks without a path from the first to the second, one of them rank 0; None if there are none."""
+    for weights, backwards in ((matrix.T, False), (matrix, True)):
+        reached = np.zeros(len(matrix), bool)
+        reached[0] = True
+        for _ in range(len(matrix)):
+            reached |= (weights[reached] > 0).any(0)
+        if not reached.all():
+            other = int(reached.argmin())
+            return (other, 0) if backwards else (0, other)
+    return None
 
 
 def metropolis(edges: Matrix) -> Matrix:
@@ -167,11 +200,30 @@ def one_peer(size: int) -> Topology:
     """
     if size & (size - 1):
         raise ValueError(
-            f"topology one_peer: {size} ranks; it pairs 2, 4, 8, ... ranks. Use 'exponential', 'ring', or a matrix"
+            f"topology one_peer: {size} ranks; it pairs 2, 4, 8, ... ranks. Use 'exponential', 'ring', or a matrix; or "
+            "algorithm sgp with 'one_peer_exponential'"
         )
     steps = [1 << bit for bit in range(max(1, (size - 1).bit_length()))] if size > 1 else []
     flips = [np.eye(size)[np.arange(size) ^ step] for step in steps]
     return Topology("one_peer", tuple((np.eye(size) + flip) / 2 for flip in flips) or (np.eye(1),))
+
+
+def directed_ring(size: int) -> Topology:
+    """Send half of each rank to the next one: a directed graph, for sgp."""
+    return Topology("directed_ring", (_half_to(size, 1),))
+
+
+def one_peer_exponential(size: int) -> Topology:
+    """Send half of each rank to one rank in a round, by turns the one 1, 2, 4, ... ahead: a directed graph, for sgp.
+
+    On 2, 4, 8, ... ranks, ``log2(size)`` rounds average exactly (Assran et al., ICML 2019; Ying et al., NeurIPS 2021).
+    """
+    hops = [1 << power for power in range(max(1, (size - 1).bit_length()))]
+    return Topology("one_peer_exponential", tuple(_half_to(size, hop) for hop in hops))
+
+
+def _half_to(size: int, hop: int) -> Matrix:
+    return (np.eye(size) + np.eye(size)[(np.arange(size) - hop) % size]) / 2
 
 
 def _shifted(name: str, size: int, shifts: Sequence[int]) -> Topology:
@@ -216,7 +268,7 @@ def from_matrices(matrices: object, name: str = "matrix") -> Topology:
 
 
 TOPOLOGIES: Mapping[str, Callable[[int], Topology]] = {
-    make.__name__: make for make in (ring, complete, star, exponential, one_peer)
+    make.__name__: make for make in (ring, complete, star, exponential, one_peer, directed_ring, one_peer_exponential)
 }
 """Functions from the number of ranks to a topology, by name."""
 

@@ -42,15 +42,18 @@ class Gossip(Synchroniser):
     rank whose model is not finite before a round goes back to its model of the last round, and averages from there.
 
     Args:
-        algorithm: "dpsgd"; "d2", for ranks with different data; with compressors: "choco", "dcd", "ecd",
+        algorithm: "dpsgd"; "d2", for ranks with different data; "sgp", for directed graphs, and for messages that
+            travel beside the next steps (``{"name": "sgp", "delay": 1}``); with compressors: "choco", "dcd", "ecd",
             "deepsqueeze"; a mapping (``{"name": "choco", "gamma": 0.5}``), or an ``Algorithm``.
         topology: "ring", "complete", "star", "exponential", "one_peer" (another neighbour in each round; 2, 4, 8, ...
             ranks), a matrix as nested lists, or the path of a matrix in a text or .npy file. A matrix must be
             symmetric, with rows and columns that sum to 1. ``{"name": ..., "lazy": True}`` keeps half of the weight on
-            the rank itself; "d2" does so automatically where it must.
-        compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings ("d2": 4 or 8 bits); for "choco" and
-            "deepsqueeze" a contractive codec (efsign, onebit, topk, ...); for "dcd" and "ecd" an unbiased one (qsgd,
-            rotated, ...). "auto": float32, signs and 8 bits, respectively.
+            the rank itself; "d2" and "sgp" do so automatically where they must. "sgp" also takes "directed_ring",
+            "one_peer_exponential" (sends to another rank in each round; any number of ranks), and matrices of which
+            only the columns sum to 1.
+        compressor: for "dpsgd" and "d2": "none", or "moniqua" and its settings ("d2": 4 or 8 bits); for "sgp": "none";
+            for "choco" and "deepsqueeze" a contractive codec (efsign, onebit, topk, ...); for "dcd" and "ecd" an
+            unbiased one (qsgd, rotated, ...). "auto": float32, signs and 8 bits, respectively.
         sync_every: optimizer steps between two rounds, 1 or more.
         evaluate: the model that is validated, tested and saved. "mean": the mean of all models, computed on demand.
             "local": each rank's own; checkpoints hold rank 0's.
@@ -67,6 +70,7 @@ class Gossip(Synchroniser):
 
     kind = "gossip"
     meters: Sequence[Meter] = ()
+    _mixing: Mixing
 
     def __init__(
         self,
@@ -97,7 +101,7 @@ class Gossip(Synchroniser):
     @property
     def _title(self) -> str:
         how = getattr(self._compressor, "name", "none")
-        return f"gossip by {self._algorithm.name} with {how} on {self._topology.name}"
+        return f"gossip by {self._algorithm.title} with {how} on {self._topology.name}"
 
     # a fit
 
@@ -126,6 +130,11 @@ class Gossip(Synchroniser):
                 f"topology {topology.name}: its spectral gap is 0, so ranks would swap models and never agree. Keep "
                 "some weight on the diagonal: topology={'name': ..., 'lazy': True}"
             )
+        if self._averages_states and topology.directed:
+            raise ValueError(
+                f"average_states=True averages with neighbours that answer, and topology {topology.name} is directed. "
+                "Leave it out, or use a symmetric topology: ring, star, exponential or complete"
+            )
         return topology
 
     def _mixed(self, model: nn.Module) -> dict[str, Tensor]:
@@ -152,9 +161,11 @@ class Gossip(Synchroniser):
         self._by_rank, self._healed, self._consensus = [0] * self.ranks.size, [0] * self.ranks.size, 0.0
 
     def _rebase(self) -> None:
+        if hasattr(self, "_mixing"):  # a learning rate finder has trained before the fit
+            self._mixing.land()
         self._flat.keep(self.named())
         arguments = self._flat.vector, self._neighbours, self._compressor, self._layout, self._seed
-        self._mixing: Mixing = self._algorithm.begin(*arguments)
+        self._mixing = self._algorithm.begin(*arguments)
 
     def _heal(self, named: Mapping[str, Tensor]) -> None:
         """Go back to the model of the last round if this rank's is not finite; its neighbours then heal it."""
@@ -210,13 +221,47 @@ class Gossip(Synchroniser):
     def _averaged(self, plain: bool) -> dict[str, Tensor]:
         if self._alone or (self.evaluate == "local" and not plain):
             return {}
-        self._heal(self.named())
-        means, self._consensus = self._means(self._mixes)
+        return self._mean(plain)
+
+    def _mean(self, plain: bool = False) -> dict[str, Tensor]:
+        """Return the mean of all models by name, and the other tensors that go with it. Collective.
+
+        Args:
+            plain: leave out what an algorithm holds besides the models.
+        """
+        named = self.named()
+        self._heal(named)
+        doing = f"averaging all models after {self.attempts} steps"
+        models = {name: named[name] for name in self._mixes}
+        with errors.explained(doing, self.ranks.rank):
+            surplus = None if plain else self._mixing.surplus()
+        means = mean_of(models, self.counted, doing) if surplus is None else self._mean_with(models, *surplus, doing)
+        self._consensus = self._apart_from(means)
         return means | self._rest(self._mixes)
+
+    def _mean_with(self, models: Mapping[str, Tensor], vector: Tensor, weight: float, doing: str) -> dict[str, Tensor]:
+        """Return the sum of models and surplus, divided by the sum of the weights; see ``Mixing.surplus``."""
+        totals = {name: view.add_(models[name]) for name, view in views_of(vector, self._layout).items()}
+        weights = torch.tensor([weight], dtype=torch.float64, device=self.device)
+        means = mean_of(totals, self.counted, doing)
+        with errors.explained(doing, self.ranks.rank):
+            self.counted.all_reduce(weights)
+        return {name: each.mul_(self.ranks.size / float(weights)) for name, each in means.items()}
 
     def finish(self) -> None:
         """See ``Synchroniser``: all ranks get the exact mean."""
-        self.put(self.averaged_model(plain=True))
+        if self._alone:
+            return
+        with torch.no_grad():
+            self.put(self._mean())
+            self._flat.keep(self.named())
+            self._mixing.restart(self._flat.vector)
+
+    def abandon(self) -> None:
+        """See ``Synchroniser``; messages that cannot arrive any more are dropped."""
+        super().abandon()
+        if hasattr(self, "_mixing"):
+            self._mixing.abandon()
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Synchroniser``."""
@@ -253,6 +298,7 @@ class Gossip(Synchroniser):
     def close(self) -> None:
         """See ``Synchroniser``; closes the transport to the neighbours."""
         if not self._alone:  # after an abort a rank may still wait in it, until the process exits
+            self._mixing.abandon()  # a fit that does not finish leaves messages
             self._apart.close()
 
 
@@ -270,7 +316,7 @@ class _FlatModel:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._names = layout.names
         self.vector = torch.zeros(layout.numel, device=device)
-        self._views = [self.vector[each.span].view(each.shape) for each in layout.segments]
+        self._views = list(views_of(self.vector, layout).values())
         self._statistics: dict[str, Tensor] = {}
 
     def keep(self, named: Mapping[str, Tensor]) -> None:
@@ -308,6 +354,11 @@ class _FlatModel:
 
     def _parameters(self, named: Mapping[str, Tensor]) -> list[Tensor]:
         return [named[name].detach() for name in self._names]
+
+
+def views_of(vector: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """Return the parts of a vector by name, in the parameters' shapes; they share its memory."""
+    return {each.name: vector[each.span].view(each.shape) for each in layout.segments}
 
 
 def _finite(tensors: Iterable[Tensor]) -> bool:

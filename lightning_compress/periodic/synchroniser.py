@@ -332,17 +332,16 @@ class Synchroniser(ABC):
         advice = f"{consensus.SAME_ARGUMENTS}. Rank {ranks.rank} has {settings!r}"
         consensus.check({f"settings of {self.kind}": settings}, problem, ranks, device, advice)
 
-    def _means(self, names: Iterable[str]) -> tuple[dict[str, Tensor], float]:
-        """Return the means of parameters over the ranks, and how far the models are from it, as a share of its norm."""
-        named, doing = self.named(), f"averaging all models after {self.attempts} steps"
-        means = mean_of({name: named[name] for name in names}, self.counted, doing)
+    def _apart_from(self, means: Mapping[str, Tensor]) -> float:
+        """Return how far the ranks' models are from their mean, as a share of its norm. Collective."""
+        named = self.named()
         distance, norm = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
         for name, mean in means.items():
             distance += squares(named[name].detach(), mean)
             norm += squares(mean)
-        with errors.explained(doing, self.ranks.rank):
+        with errors.explained(f"comparing all models after {self.attempts} steps", self.ranks.rank):
             self.counted.all_reduce(distance)
-        return means, (float(distance) / self.ranks.size / float(norm)) ** 0.5 if norm else 0.0
+        return (float(distance) / self.ranks.size / float(norm)) ** 0.5 if norm else 0.0
 
     def _rest(self, averaged: Collection[str], buffers: bool = True) -> dict[str, Tensor]:
         """Return what else differs between ranks: means of frozen parameters, and buffers by the rules. Collective."""

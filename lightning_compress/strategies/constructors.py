@@ -91,15 +91,22 @@ class GossipMixin(PeriodicMixin):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``gossip``, one name per algorithm and those with Moniqua, each with its variants."""
+        """Register ``gossip``, one name per algorithm and those with Moniqua, each with its variants.
+
+        ``gossip_sgp`` is on the paper's graph.
+        """
         named: dict[str, dict[str, object]] = {"gossip": {}, "gossip_moniqua": {"compressor": "moniqua"}}
         named |= {f"gossip_{name}": {"algorithm": name} for name in ALGORITHMS.offered}
+        named["gossip_sgp"]["topology"] = "one_peer_exponential"
         named["gossip_d2_moniqua"] = {"algorithm": "d2", "compressor": "moniqua"}
         register(strategy_registry, cls, "Gossip", named)
 
 
 class GossipStrategy(GossipMixin, DDPStrategy):
     """Decentralised data-parallel training: each rank averages parameters with its neighbours only.
+
+    ``GossipStrategy("d2")`` is for ranks with different data; ``GossipStrategy({"name": "sgp", "delay": 1},
+    "one_peer_exponential")`` sends models along a directed graph while the next steps compute.
 
     The arguments are those of ``lightning_compress.periodic.Gossip`` and of ``PeriodicStrategy`` (``state``,
     ``strict_state``, Lightning's own). When gossip pays, and which algorithm to choose: docs/gossip.md.

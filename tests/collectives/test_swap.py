@@ -79,6 +79,28 @@ def test_sockets(pools, size):
     assert all(all(good) for good in pools[size].run(_over_sockets, 300_000))
 
 
+def _several_at_once(numel):
+    """Rings that are begun before an earlier one is over, by the same links; and an all-reduce meanwhile."""
+    collective, meter = TorchCollective(), Meter(CPU)
+    counted, size = CountingCollective(collective, meter), collective.size
+    to, source = (collective.rank + 1) % size, (collective.rank - 1) % size
+    outs = [torch.zeros(numel, dtype=torch.int64) for _ in range(3)]
+    sent = [letter(collective.rank, round_, numel) for round_ in range(3)]
+    waits = [counted.begin("swap", {to: each}, {source: out}) for each, out in zip(sent, outs, strict=True)]
+    total = torch.ones(1)
+    collective.all_reduce(total)
+    for wait in waits[::-1]:
+        wait()
+    good = [out.equal(letter(source, round_, numel)) for round_, out in enumerate(outs)]
+    return [*good, total.item() == size, meter.bytes_sent == 3 * 8 * numel]
+
+
+@pytest.mark.parametrize("numel", [5, 300_000])
+@pytest.mark.parametrize("size", [2, 3])
+def test_swaps_travel_together(pools, size, numel):
+    assert all(all(good) for good in pools[size].run(_several_at_once, numel))
+
+
 def _in_parts():
     part = TorchCollective().part([[3, 1], [0, 2]])  # ranks of the part are not those of the world
     return swaps(part, (1,), 5)

@@ -22,10 +22,15 @@ def test_every_topology_agrees_in_the_end(name, size):
         product = made.matrices[number % len(made.matrices)] @ product
     assert np.abs(product - 1 / size).max() < 1e-3
     assert made.gap > 0
+    assert made.directed == (size > 2 and name in ("directed_ring", "one_peer_exponential"))
     for rank in range(size):
         for number in range(len(made.matrices)):
-            for peer, weight in made.weights(rank, number).items():
-                assert made.weights(peer, number)[rank] == pytest.approx(weight)
+            senders = made.weights(rank, number)
+            assert all(rank in made.targets(peer, number) for peer in senders)
+            assert made.kept(rank, number) == pytest.approx(1 - sum(senders.values()))
+            if not made.directed:
+                assert made.targets(rank, number) == list(senders)
+                assert all(made.weights(peer, number)[rank] == weight for peer, weight in senders.items())
 
 
 def test_known_gaps():
@@ -62,12 +67,13 @@ def test_matrices_from_files(tmp_path):
 HALF = [[0.5, 0.5], [0.5, 0.5]]
 BAD = {
     "no such": ("nosuch", "is no file, and none of ring"),
-    "rows": ([[0.6, 0.5], [0.5, 0.5]], "row 0 sums to 1.1, and must sum to 1"),
-    "columns": ([[0.9, 0.1], [0.2, 0.8]], "column 0 sums to 1.1"),
-    "asymmetric": ([[0, 1, 0], [0, 0, 1], [1, 0, 0]], "must be symmetric"),
+    "columns": ([[0.6, 0.5], [0.5, 0.5]], "column 0 sums to 1.1, and must sum to 1 .* divides what it sends$"),
+    "rows": ([[0.9, 0.1], [0.2, 0.8]], "column 0 sums to 1.1.* yours has rows that sum to 1: transpose it"),
     "negative": ([[1.5, -0.5], [-0.5, 1.5]], "0 or more"),
     "nan": ([[float("nan"), 1], [1, 0]], "finite"),
-    "not connected": ([[1, 0], [0, 1]], "not connected"),
+    "not connected": ([[1, 0], [0, 1]], "not connected.* nothing of rank 0 comes to rank 1; add edges"),
+    "not there": ([[1, 0.5], [0, 0.5]], "not connected.* nothing of rank 0 comes to rank 1"),
+    "not back": ([[0.5, 0], [0.5, 1]], "not connected.* nothing of rank 1 comes to rank 0"),
     "not square": ([[0.5, 0.5]], "must be square"),
     "no numbers": ([["a", "b"], ["b", "a"]], "no numbers"),
     "a vector": ([0.5, 0.5], "two dimensions"),
@@ -81,6 +87,15 @@ def test_refused(case):
     given, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         build_topology(given, len(given) if isinstance(given, list) else 2)
+
+
+def test_directed_graphs_are_for_algorithms_that_take_them():
+    swaps = build_topology([[0, 1, 0], [0, 0, 1], [1, 0, 0]], 3)
+    with pytest.raises(
+        ValueError, match=r"weight of 0 and 1 is 1 one way and 0 the other. For algorithm dpsgd it must"
+    ):
+        build_algorithm("dpsgd").fit_topology(swaps, None)
+    assert swaps.gap == pytest.approx(0, abs=1e-9)  # models would go round for ever
 
 
 def test_refused_files(tmp_path):

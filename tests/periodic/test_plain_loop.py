@@ -37,6 +37,7 @@ KINDS = {
     "after averaged steps": lambda: LocalSGD(4, averaged_steps=3, compressor="onebit", evaluate="mean"),
     "gossip": lambda: Gossip(meet_every=4),
     "choco": lambda: Gossip("choco", average_states=True),
+    "sgp": lambda: Gossip({"name": "sgp", "delay": 2}, "one_peer_exponential"),
     "d2 by Moniqua": lambda: Gossip("d2", compressor="moniqua", sync_every=2),
 }
 

@@ -37,6 +37,28 @@ def d2(start, size, rounds, rate, gradient, matrix):
         yield np.stack(models)
 
 
+def sgp(start, size, rounds, rate, gradient, matrix, delay=0):
+    """Push-sum by mailboxes: what ``j`` sends to ``i`` in a round is in ``i``'s box ``delay`` rounds later."""
+    pushed, weights = [start.astype(np.float64) for _ in range(size)], [1.0] * size
+    boxes = {}
+    for number in range(rounds):
+        models = [pushed[i] / weights[i] for i in range(size)]
+        halves = [pushed[i] - rate * gradient(i, models[i].astype(np.float32)) for i in range(size)]
+        shares = matrix(number)
+        for j in range(size):
+            assert abs(sum(shares[:, j]) - 1) < 1e-6
+            for i in range(size):
+                if i != j:
+                    boxes.setdefault((number + delay, i), []).append(
+                        (shares[i, j] * halves[j], shares[i, j] * weights[j])
+                    )
+        for i in range(size):
+            arrived = boxes.pop((number, i), [])
+            pushed[i] = shares[i, i] * halves[i] + sum(vector for vector, _ in arrived)
+            weights[i] = shares[i, i] * weights[i] + sum(weight for _, weight in arrived)
+        yield np.stack([pushed[i] / weights[i] for i in range(size)])
+
+
 def choco(start, size, rounds, rate, gradient, matrix, compress, gamma):
     models = [start.copy() for _ in range(size)]
     known = [[start.copy() for _ in range(size)] for _ in range(size)]  # known[i][j]: what i has of j

@@ -33,6 +33,7 @@ METHODS = {
     "moniqua": {"compressor": {"name": "moniqua", "rounding": "dither"}},
     "d2_moniqua": {"algorithm": "d2", "compressor": {"name": "moniqua", "bits": 4}},
     "states": {"average_states": True, "sync_every": 2},
+    "sgp_delayed": {"algorithm": {"name": "sgp", "delay": 2}, "topology": "one_peer_exponential"},
 }
 
 
@@ -125,7 +126,7 @@ def _resumes(settings, folder, steps=(2, 5)):
     return [parameters(each).equal(parameters(whole)) for each in again]
 
 
-BY_DEFAULT = {(3, "d2_moniqua"), (4, "choco")}
+BY_DEFAULT = {(3, "d2_moniqua"), (3, "sgp_delayed"), (4, "choco")}
 
 
 @pytest.mark.parametrize(
@@ -424,6 +425,30 @@ REFUSED = {
     ),
     "d2": (lambda: fit(GossipStrategy("d2", {"name": "ring", "lazy": False})), "smallest eigenvalue"),
     "matrix": (lambda: fit(GossipStrategy(topology=np.eye(4).tolist())), "not connected"),
+    "directed": (
+        lambda: fit(GossipStrategy(topology="directed_ring")),
+        "For algorithm dpsgd it must be symmetric, since neighbours answer each other. Use algorithm sgp",
+    ),
+    "one way": (
+        lambda: fit(GossipStrategy("sgp", [[0.5, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0.5, 1]])),
+        "nothing of rank 1 comes to rank 0; add edges",
+    ),
+    "transposed": (
+        lambda: fit(GossipStrategy("sgp", [[0.5, 0.5, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0.5, 0.5], [0.25] * 4])),
+        "yours has rows that sum to 1: transpose it",
+    ),
+    "gives all": (
+        lambda: fit(GossipStrategy("sgp", {"name": np.roll(np.eye(4), 1, 0).tolist(), "lazy": False})),
+        "rank 0 gives away all of its model in a round",
+    ),
+    "no answers": (
+        lambda: fit(GossipStrategy("sgp", "directed_ring", average_states=True)),
+        "average_states=True averages with neighbours that answer, and topology directed_ring is directed",
+    ),
+    "other delays": (
+        lambda: fit(GossipStrategy({"name": "sgp", "delay": dist.get_rank() % 2})),
+        "the settings of gossip of rank 1, 3 differ from those of rank 0",
+    ),
     "size": (lambda: fit(GossipStrategy(topology=[[0.5, 0.5], [0.5, 0.5]])), "is of 2 ranks, and this run has 4"),
     "one has no file": (
         lambda: fit(GossipStrategy(topology="ring" if dist.get_rank() else "/nowhere.txt")),
@@ -465,7 +490,7 @@ def test_refused_on_every_rank(pools):
 
 
 BAD = [
-    ({"algorithm": "nosuch"}, "unknown algorithm 'nosuch'; there are: dpsgd, d2, choco, dcd, deepsqueeze, ecd"),
+    ({"algorithm": "nosuch"}, "unknown algorithm 'nosuch'; there are: dpsgd, d2, choco, sgp, dcd, deepsqueeze, ecd"),
     ({"algorithm": {"name": "choco", "gamma": 0}}, r"gamma=0 must be in \(0, 1\]"),
     ({"algorithm": {"name": "choco", "delta": 1}}, "has no setting 'delta'; it has: gamma"),
     ({"compressor": "nosuch"}, "unknown compressor 'nosuch'.*moniqua"),
@@ -476,6 +501,9 @@ BAD = [
     ({"algorithm": "dcd", "compressor": "moniqua"}, "dcd needs an unbiased codec"),
     ({"algorithm": "choco", "compressor": QSGD()}, "choco needs a contractive codec"),
     ({"algorithm": "deepsqueeze", "compressor": "moniqua"}, "deepsqueeze needs a contractive codec"),
+    ({"algorithm": "sgp", "compressor": "moniqua"}, "sgp pushes models .* Use compressor='none'"),
+    ({"algorithm": {"name": "sgp", "delay": 1.5}}, "sgp: delay=1.5 must be an integer, 0 or more"),
+    ({"algorithm": {"name": "dpsgd", "delay": 1}}, "has no setting 'delay'"),
     ({"compressor": {"name": "moniqua", "bits": 1, "rounding": "stochastic"}}, "delta=0.5"),
     ({"algorithm": "d2", "compressor": {"name": "moniqua", "bits": 2}}, "d2 would diverge with moniqua at bits=2"),
     ({"compressor": {"name": "moniqua", "theta": 0}}, "above 0, not 0"),
@@ -515,7 +543,7 @@ def test_unbiased_codecs_go(compressor):
 
 def test_names():
     registry = pl.strategies.StrategyRegistry
-    for name in ("gossip", "gossip_moniqua", "gossip_d2_spawn", "gossip_choco", "gossip_d2_moniqua_fork"):
+    for name in ("gossip", "gossip_moniqua", "gossip_d2_spawn", "gossip_choco", "gossip_d2_moniqua_fork", "gossip_sgp"):
         assert isinstance(registry.get(name), GossipStrategy)
 
 
