@@ -1,5 +1,6 @@
 """Averages that are applied one step later: delayed SGD, with every codec."""
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
+from lightning_compress.codecs import Codec
+from tests.cases import CASES
+from tests.helpers.sizes import by_turns
 from tests.helpers.training import digits
 
 ALL = {"name": "topk", "density": 1.0}
@@ -57,10 +61,10 @@ def delayed_sgd(size, accumulate=1, steps=STEPS, delay=1, clip=None):
     return path
 
 
-def train(compressor, delay=1, accumulate=1, steps=STEPS, scaler=None, ddp=(), **settings):
+def train(compressor, delay=1, accumulate=1, steps=STEPS, scaler=None, rate=RATE, momentum=MOMENTUM, **settings):
     """Parameters after each step on this rank, and the handle's last state."""
-    model = DistributedDataParallel(network(), **{"bucket_cap_mb": 0.005, **dict(ddp)})
-    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM)
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=momentum)
     scale = lambda: getattr(scaler, "_scale", None)  # noqa: E731
     given = {"min_numel": 1, "delay": delay, "optimizer": optimizer, "scale": scale, **settings}
     compression = attach(model, compressor, **given)
@@ -95,3 +99,180 @@ def test_lossless_is_delayed_sgd_bit_for_bit(pools, compressor, accumulate):
         assert all((ours == theirs).all() for ours, theirs in zip(path, expected, strict=True))
     undelayed = delayed_sgd(2, accumulate, delay=0)
     assert not (undelayed[-1].numpy() == expected[-1]).all()
+
+
+CODECS = [case for case in CASES if isinstance(case.codec, Codec)]
+CORRECTED = {
+    "dgc": ({"name": "dgc", "density": 0.05}, 0.02, {}),
+    "ef21": ("ef21", 0.02, {}),
+    "onebit_adam": ("onebit_adam", 0.001, {"warmup_steps": 20, "momentum": 0.0}),
+    "adagrad": ("onebit", 0.02, {"exchange": {"name": "two_shot", "adagrad": 1e-8}, "momentum": 0.0}),
+    "clipped": ("onebit", 0.02, {"local_clip_norm": 0.5}),
+    "rules": ("onebit", 0.02, {"rules": [{"match": "1.*", "compressor": "bf16"}]}),
+    "warmup": ("onebit", 0.02, {"warmup_steps": 10}),
+    "schedule": ("topk", 0.02, {"schedule": {"density": {"kind": "lr", "factor": 5}}}),
+    "epochs": ("topk", 0.02, {"schedule": {"preset": "dgc", "epochs": 2}}),
+}
+"""What does a part of the optimizer's work, or changes during the run."""
+
+
+def losses(compressor, rate, settings):
+    """At the end with a delay of 0 and of 1, and at the beginning; and whether all ranks have the same parameters."""
+    images, labels = digits().tensors
+    found, alike = [], True
+    for delay in (0, 1):
+        path, _, _ = train(compressor, delay, steps=40, rate=rate, **settings)
+        ranks = [torch.empty_like(path[-1]) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, path[-1])
+        alike = alike and all(each.equal(ranks[0]) for each in ranks)
+        found.append(loss_of(path[-1], images, labels))
+    return *found, loss_of(flat(network()), images, labels), alike
+
+
+def loss_of(values, images, labels):
+    model = network()
+    nn.utils.vector_to_parameters(values, model.parameters())
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(model(images), labels))
+
+
+def check(ranks):
+    for loss, late, first, alike in ranks:
+        assert alike
+        assert late < first
+        assert late - loss < 0.15 * (first - loss), (loss, late, first)
+
+
+@pytest.mark.parametrize(("case", "size"), by_turns(CODECS, (2, 3, 4), 1))
+def test_every_codec_trains_nearly_as_well(pools, case, size):
+    check(pools[size].run(losses, case.codec, 0.02, {}))
+
+
+@pytest.mark.parametrize(("name", "size"), by_turns(CORRECTED, (2, 3), 1))
+def test_what_does_more_than_compress_trains_nearly_as_well(pools, name, size):
+    check(pools[size].run(losses, *CORRECTED[name]))
+
+
+class Scaler(torch.amp.GradScaler):
+    """Writes its scales down."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__("cpu", *arguments, **named)
+        self.scales = []
+
+    def update(self, new_scale=None):
+        super().update(new_scale)
+        self.scales.append(float(self._scale))
+
+
+def scaled():
+    """A scale that grows in every fourth step changes no bit of the path: it is a power of 2."""
+    scaler = Scaler(init_scale=1024.0, growth_interval=4)
+    path, _, _ = train(ALL, scaler=scaler)
+    plain, _, _ = train(ALL)
+    return len(set(scaler.scales)), all(ours.equal(theirs) for ours, theirs in zip(path, plain, strict=True))
+
+
+def test_averages_are_in_the_scale_of_the_step_that_applies_them(pools):
+    assert pools[2].run(scaled) == [(8, True)] * 2
+
+
+def overflowing():
+    """A scale at which gradients are infinite at first: the scaler skips their steps, one step later."""
+    scaler = Scaler(init_scale=2.0**106, growth_interval=1000)
+    path, stats, state = train("onebit", scaler=scaler, error_feedback=True)
+    finite = [group["states"]["residual"]["numbers"].isfinite().all() for group in state["groups"]]
+    still = [bool(path[step].equal(path[0])) for step in range(STEPS)]
+    return (
+        stats["nonfinite_steps"],
+        sum(still),
+        scaler.scales[-1] < 2.0**106,
+        all(finite),
+        loss_of(path[-1], *digits().tensors),
+    )
+
+
+def test_a_scaler_skips_the_steps_whose_averages_are_not_finite(pools):
+    for nonfinite, still, smaller, finite, loss in pools[2].run(overflowing):
+        assert nonfinite == still - 1 > 0  # the first step applies nothing
+        assert smaller
+        assert finite
+        assert loss < 1.5
+
+
+def spoilt(policy):
+    """One gradient of rank 1 is NaN; the step that skips, and what the last state is."""
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    compression = attach(
+        model, "onebit", min_numel=1, delay=1, optimizer=optimizer, on_nonfinite=policy, error_feedback=True
+    )
+    path, said = [], ""
+    for step, (images, labels) in enumerate(batches(dist.get_rank(), 6)):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        (loss * float("nan") if step == 2 and dist.get_rank() == 1 else loss).backward()
+        try:
+            optimizer.step()
+        except FloatingPointError as error:
+            said = f"{step}: {error}"
+            break
+        path.append(flat(model.module))
+    still = [step for step in range(1, len(path)) if path[step].equal(path[step - 1])]
+    numbers = [group["states"]["residual"]["numbers"] for group in compression.state_dict()["groups"]]
+    steps = compression.stats()["nonfinite_steps"]
+    compression.close()
+    return said, still, all(bool(each.isfinite().all()) for each in numbers), steps
+
+
+def test_nonfinite_averages_are_skipped_one_step_later(pools):
+    assert pools[2].run(spoilt, "skip") == [("", [3], True, 1.0)] * 2
+
+
+def test_nonfinite_averages_raise_one_step_later_and_name_their_step(pools):
+    other, own = pools[2].run(spoilt, "raise")
+    assert own[0].startswith("3: step 2: gradients are not finite on rank 1, of")
+    assert other[0].startswith("3: step 2: gradients are not finite on another rank")
+    assert own[1:] == other[1:] == ([], True, 1.0)
+
+
+def overlapping():
+    """Every average waits until the main thread is in the next step's forward."""
+    forwards, seen = threading.Semaphore(0), []
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, images):
+            forwards.release()
+            return self.net(images)
+
+    model = DistributedDataParallel(Watched())
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    compression = attach(model, "onebit", delay=1, optimizer=optimizer, check_drift_every=0)
+    average, forward = compression.average, forwards.acquire(timeout=0)
+    assert not forward
+
+    def late(*given):
+        seen.append(forwards.acquire(timeout=20))
+        average(*given)
+
+    compression.average = late
+    images, labels = digits().tensors
+    for step in range(5):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[:16]), labels[:16]).backward()
+        if step == 0:
+            assert forwards.acquire(timeout=0)  # its own forward was before
+        optimizer.step()
+    forwards.release(5)
+    compression.close()
+    return seen
+
+
+def test_an_average_travels_while_the_next_step_computes(pools):
+    for seen in pools[2].run(overlapping):
+        assert len(seen) >= 5
+        assert all(seen)
