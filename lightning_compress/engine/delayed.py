@@ -137,8 +137,9 @@ class DelayedCompression(Compression):
         if last is not None:
             last.done.wait()
         waited = start, time.perf_counter()
-        if self.workers.failed:
+        if last is not None and not last.complete:
             self.workers.wait()
+            raise RuntimeError("the average of the last step is lost, because averaging failed")
         scale = self.loss_scale()
         for buffer, parameters, gradients in buckets:
             if last is None:
@@ -184,7 +185,8 @@ class DelayedCompression(Compression):
 
     def take_over(self, optimizer: Optimizer) -> bool:
         """See ``Compression``."""
-        self._stepping, self._applied_in_step = True, False
+        if not self._stepping:  # else an optimizer's step calls that of its base class
+            self._stepping, self._applied_in_step = True, False
         return super().take_over(optimizer) or self._applied is None
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -198,6 +200,7 @@ class DelayedCompression(Compression):
         if self._applied is None:
             skip_step(optimizer)
         elif self._applied.problem and self._finite.checks:
+            self._stepping = False  # it may raise
             self._finite.refuse(optimizer, self._applied.problem)
 
     def after_step(self, optimizer: Optimizer) -> None:

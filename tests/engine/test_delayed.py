@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
+from lightning_compress.backward import sufficient_factors
 from lightning_compress.codecs import Codec
+from lightning_compress.engine import checks
+from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
 from tests.helpers.sizes import by_turns
 from tests.helpers.training import digits
@@ -61,15 +64,20 @@ def delayed_sgd(size, accumulate=1, steps=STEPS, delay=1, clip=None):
     return path
 
 
-def train(compressor, delay=1, accumulate=1, steps=STEPS, scaler=None, rate=RATE, momentum=MOMENTUM, **settings):
+def train(
+    compressor, delay=1, accumulate=1, steps=STEPS, scaler=None, rate=RATE, momentum=MOMENTUM, begin=None, **settings
+):
     """Parameters after each step on this rank, and the handle's last state."""
-    model = DistributedDataParallel(network(), bucket_cap_mb=0.005)
+    first, module, state = begin or (0, network(), None)
+    model = DistributedDataParallel(module, bucket_cap_mb=0.005)
     optimizer = torch.optim.SGD(model.parameters(), rate, momentum=momentum)
     scale = lambda: getattr(scaler, "_scale", None)  # noqa: E731
     given = {"min_numel": 1, "delay": delay, "optimizer": optimizer, "scale": scale, **settings}
     compression = attach(model, compressor, **given)
+    if state is not None:
+        compression.load_state_dict(state)
     own, path = batches(dist.get_rank(), steps * accumulate), []
-    for step in range(steps):
+    for step in range(first, steps):
         optimizer.zero_grad()
         for part in range(accumulate):
             images, labels = own[step * accumulate + part]
@@ -238,41 +246,248 @@ def test_nonfinite_averages_raise_one_step_later_and_name_their_step(pools):
 
 def overlapping():
     """Every average waits until the main thread is in the next step's forward."""
-    forwards, seen = threading.Semaphore(0), []
-
-    class Watched(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
-        def forward(self, images):
-            forwards.release()
-            return self.net(images)
-
-    model = DistributedDataParallel(Watched())
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
-    compression = attach(model, "onebit", delay=1, optimizer=optimizer, check_drift_every=0)
-    average, forward = compression.average, forwards.acquire(timeout=0)
-    assert not forward
+    forwards, seen = [threading.Event() for _ in range(6)], []
+    model, optimizer, compression = begun("onebit", check_drift_every=0)
+    left = iter(forwards)
+    model.module[0].register_forward_pre_hook(lambda *_: next(left).set())
+    average = compression.average
 
     def late(*given):
-        seen.append(forwards.acquire(timeout=20))
+        seen.append(forwards[len(seen) + 1].wait(20))
         average(*given)
 
     compression.average = late
-    images, labels = digits().tensors
-    for step in range(5):
+    for _ in range(5):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images[:16]), labels[:16]).backward()
-        if step == 0:
-            assert forwards.acquire(timeout=0)  # its own forward was before
+        backward(model)
         optimizer.step()
-    forwards.release(5)
+    forwards[5].set()
     compression.close()
     return seen
 
 
 def test_an_average_travels_while_the_next_step_computes(pools):
     for seen in pools[2].run(overlapping):
-        assert len(seen) >= 5
-        assert all(seen)
+        assert seen == [True] * 5
+
+
+def resumed(compressor, settings):
+    """A run whose second half begins in a new model, from the state in its middle; the paths are to be the same."""
+    whole, _, _ = train(compressor, steps=12, momentum=0.0, **settings)
+    model = network()
+    nn.utils.vector_to_parameters(whole[5], model.parameters())
+    _, _, middle = train(compressor, steps=6, momentum=0.0, **settings)
+    again, _, _ = train(compressor, steps=12, momentum=0.0, begin=(6, model, middle), **settings)
+    return [ours.equal(theirs) for ours, theirs in zip(whole[6:], again, strict=True)]
+
+
+@pytest.mark.parametrize("compressor", ["none", "onebit", "rotated", {"name": "dgc", "density": 0.05}], ids=str)
+def test_what_is_in_flight_is_in_the_state(pools, compressor):
+    assert pools[2].run(resumed, compressor, {}) == [[True] * 6] * 2
+
+
+def begun(compressor="topk", make=torch.optim.SGD, **settings):
+    """A model, its optimizer, and what compresses."""
+    model = DistributedDataParallel(network(), **settings.pop("ddp", {}))
+    optimizer = make(model.parameters(), RATE)
+    settings = {"min_numel": 1, "delay": 1, "optimizer": optimizer, **settings}
+    return model, optimizer, attach(model, compressor, **settings)
+
+
+def backward(model, rank=None):
+    images, labels = batches(dist.get_rank() if rank is None else rank, 1)[0]
+    loss = nn.functional.cross_entropy(model(images), labels)
+    loss.backward()
+    return loss
+
+
+def refusal(work):
+    """What is raised, as a text; the compression is closed."""
+    try:
+        compression = work()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    compression.close()
+    return ""
+
+
+def several():
+    model = DistributedDataParallel(network())
+    parts = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.module[1], model.module[3])]
+    return attach(model, "topk", delay=1, optimizer=parts)
+
+
+def factors():
+    module = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 10))
+    handle = sufficient_factors.enable(module, sufficient_factors.FactorSettings(force=True))
+    try:
+        return attach(DistributedDataParallel(module), "topk", delay=1)
+    finally:
+        handle.close()
+
+
+def twice():
+    model, _, compression = begun()
+    backward(model)
+    backward(model)
+    model.zero_grad()
+    backward(model)
+    backward(model)  # into the average of the second
+    return compression
+
+
+def closures():
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            closure()
+            return super().step(closure)
+
+    model, optimizer, compression = begun(make=Twice)
+
+    def closure():
+        optimizer.zero_grad()
+        return backward(model)
+
+    optimizer.step(closure)
+    return compression
+
+
+def discarded():
+    model, _, compression = begun()
+    backward(model)
+    compression.roll_back()
+
+
+def retuned():
+    model, _, compression = begun()
+    backward(model)
+    compression.retune("powersgd")
+
+
+REFUSED = {
+    "unused": (lambda: begun(ddp={"find_unused_parameters": True}), "Set find_unused_parameters=False"),
+    "static": (lambda: begun(ddp={"static_graph": True}), "Set static_graph=False"),
+    "reducer": (lambda: begun("powersgd"), "compressor='powersgd', which needs several rounds"),
+    "rule": (lambda: begun(rules=[{"kind": "linear", "compressor": "powersgd"}]), "delay=1 does not work with"),
+    "rate": (lambda: begun(error_feedback={"follows_lr": True}), "Leave follows_lr out"),
+    "two": (lambda: begun(delay=2), "delay=2 must be one of 0, 1"),
+    "true": (lambda: begun(delay=True), "delay=True must be one of 0, 1"),
+    "lbfgs": (lambda: begun(make=torch.optim.LBFGS), "delay=1 does not work with LBFGS"),
+    "several": (several, "delay=1 works with one optimizer, and there are 2"),
+    "factors": (factors, "delay=1 does not work with sufficient factors"),
+    "twice": (twice, "a second backward began before zero_grad()"),
+    "closures": (closures, "the optimizer computes gradients several times in a step"),
+    "discarded": (discarded, "with delay=1 a step cannot be discarded"),
+    "retuned": (retuned, "delay=1 does not work with compressor='powersgd'"),
+}
+"""What cannot work, and what is said on every rank."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_on_every_rank(pools, name):
+    assert all(REFUSED[name][1] in said for said in pools[2].run(refused, name))
+
+
+def refused(name):
+    return refusal(REFUSED[name][0])
+
+
+def test_an_accelerator_is_refused():
+    module = network().to("meta")
+    with pytest.raises(ValueError, match="delay=1 works on CPUs over Gloo as yet, and the model is on meta"):
+        checks.check_module(module, RunState.of("rotated", delay=1))
+    checks.check_module(module, RunState.of("rotated"))
+
+
+def retuning():
+    """Another density from the fourth step on: bytes of each step, and whether ranks are alike."""
+    model, optimizer, compression = begun(ALL, check_drift_every=2)
+    sent = []
+    for step in range(8):
+        if step == 4:
+            compression.retune(density=0.1)
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        sent.append(compression.stats()["bytes_sent"])
+    compression.close()
+    return sent, flat(model.module).numpy()
+
+
+def test_settings_change_between_two_steps(pools):
+    (sent, ours), (_, theirs) = pools[2].run(retuning)
+    assert len(set(sent[:4])) == len(set(sent[4:])) == 1
+    assert sent[4] < 0.3 * sent[3]
+    assert (ours == theirs).all()
+
+
+def drifting(how):
+    """Rank 1's parameters are changed after the fifth step, and compared after every second."""
+    model, optimizer, compression = begun(check_drift_every=2, on_drift=how)
+    try:
+        for step in range(8):
+            if step == 5 and dist.get_rank():
+                with torch.no_grad():
+                    model.module[1].weight[0, 0] += 1.0
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    compression.close()
+    return flat(model.module).numpy()
+
+
+def test_drift_is_found(pools):
+    for said in pools[2].run(drifting, "error"):
+        assert "drift: after step 6, 1.weight of rank 1 differ from rank 0's" in said
+    ours, theirs = pools[2].run(drifting, "resync")
+    assert (ours == theirs).all()
+
+
+def failing():
+    """Every rank's exchange fails in the third step: when that is said, and what is saved then."""
+    model, optimizer, compression = begun()
+    average, steps = compression._average, []
+
+    def fails(*given):
+        if compression.step == 2:
+            raise OSError("no memory")
+        average(*given)
+
+    compression._average = fails
+    try:
+        for step in range(6):
+            steps.append(step)
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+    except OSError as error:
+        state = compression.state_dict()
+        compression.close()
+        return str(error), len(steps) - 1, state["step"], sorted(state)
+    return None
+
+
+def test_an_error_is_raised_in_the_step_that_would_apply_the_average(pools):
+    for said, step, committed, keys in pools[2].run(failing):
+        assert "no memory" in said
+        assert step == 3
+        assert committed == 2
+        assert "in_flight" not in keys  # all that was averaged is applied
+
+
+def test_one_rank_has_no_delay_and_is_told(pools):
+    ((said, same),) = pools[1].run(alone)
+    assert "delay=1 has no effect on one rank" in said
+    assert same
+
+
+def alone():
+    model, optimizer, compression = begun()
+    before = flat(model.module)
+    backward(model)
+    optimizer.step()
+    said = compression.run_summary.warning
+    compression.close()
+    return said, not before.equal(flat(model.module))
