@@ -253,7 +253,11 @@ def opened(one: StateDict) -> StateDict:
 
 
 def common(state: StateDict) -> StateDict:
-    """Return what is the same on all ranks: everything except the per-rank values."""
+    """Return what is the same on all ranks: all but the per-rank values, and what was in flight.
+
+    If a rank fails, another one may have applied what is in flight on that rank.
+    """
+    state = {name: part for name, part in state.items() if name != IN_FLIGHT}
     return mapped(state, lambda one: one if one["holder"] == "shared" else one | {"numbers": None})
 
 

@@ -15,7 +15,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.optim import LBFGS, Optimizer
 
-from lightning_compress.collectives import Collective, TorchCollective
+from lightning_compress.collectives import Collective, TorchCollective, consensus
 from lightning_compress.core import state_dict
 from lightning_compress.core.state_dict import StateDict
 from lightning_compress.engine import checks
@@ -247,26 +247,43 @@ class DelayedCompression(Compression):
         return state | {state_dict.IN_FLIGHT: {"scale": flying.factor, "means": means}}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """See ``Compression``."""
+        """See ``Compression``; what was in flight is rank 0's.
+
+        A rank that did not take the last step, because another had failed, saved an average that rank 0's model has.
+        """
         super().load_state_dict(state)
         self._begun = self.step
+        scale, means, problem = 1.0, dict[str, Tensor](), None
         try:
             shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
             scale, means = state_dict.means_in_flight(state_dict.check(state), shapes, self.groups.orders)
+        except ValueError as error:
+            problem = error
+        try:
+            consensus.check({}, problem, self._collective, self.device, "")
         except ValueError:
             self.reset()
             raise
-        if means:
-            self.in_flight = self._restored(scale, means)
+        self.in_flight = self._of_first_rank(scale, means)
 
-    def _restored(self, scale: float, means: dict[str, Tensor]) -> Average:
-        flying = Average(None if scale == 1.0 else torch.tensor(scale))
-        flying.means = {id(self._parameters[name]): mean for name, mean in means.items()}
-        if not all(bool(mean.isfinite().all()) for mean in means.values()):
-            flying.problem = "gradients of the step before the checkpoint are not finite"
-        flying.complete = True
-        flying.done.set()
-        return flying
+    def _of_first_rank(self, scale: float, means: Mapping[str, Tensor]) -> Average | None:
+        """Return what was in flight on rank 0, or None; collective."""
+        head = torch.tensor([scale, *(name in means for name in self._parameters)], dtype=torch.float64)
+        self._collective.broadcast(head, self.device)
+        scale, *known = head.tolist()
+        names = [name for name, is_known in zip(self._parameters, known, strict=True) if is_known]
+        if not names:
+            return None
+        average = Average(None if scale == 1.0 else torch.tensor(scale))
+        for name, parameter in ((name, self._parameters[name]) for name in names):
+            mean = means.get(name, torch.zeros(parameter.shape)).to(parameter.dtype, copy=True)
+            self._collective.broadcast(mean, self.device)
+            average.means[id(parameter)] = mean
+            if not mean.isfinite().all():
+                average.problem = "gradients of the step before the checkpoint are not finite"
+        average.complete = True
+        average.done.set()
+        return average
 
     def follow(self, before: Compression) -> None:
         """See ``Compression``; what was in flight is dropped, as residuals are."""
