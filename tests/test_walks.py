@@ -129,7 +129,7 @@ def naming(words):
     return sorted(path for path, found in names().items() if not words.isdisjoint(found))
 
 
-SHARED = {"compressor", "exchange", "rules", "schedule", "error_feedback", "seed"}
+SHARED = {"compressor", "exchange", "rules", "schedule", "error_feedback", "seed", "delay"}
 """Settings that are words of the field, too: what they say is an idea of its own, with files of its own."""
 
 

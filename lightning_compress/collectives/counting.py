@@ -108,14 +108,15 @@ class Meter:
         event.record()
         return event
 
-    def waited(self, since: float) -> None:
-        """Record that backward's end waited for averages until now, if this step is sampled; on CPUs.
+    def waited(self, since: float, until: float | None = None) -> None:
+        """Record that backward's end waited for averages, if this step is sampled; on CPUs.
 
         Args:
             since: ``time.perf_counter()`` when it began to wait.
+            until: when it ended; None: now.
         """
         if self.sampling:
-            self._spans.append((WAIT, since, time.perf_counter()))
+            self._spans.append((WAIT, since, time.perf_counter() if until is None else until))
 
     def add_error(self, before: Tensor, after: Tensor) -> None:
         """Record the norm of a vector before encoding, and the norm of what was not sent."""

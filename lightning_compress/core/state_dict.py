@@ -3,7 +3,10 @@
     {"format": 1, "method": str, "step": int, "rates": {name: learning rate}, "running": {setting: value},
      "groups": [{"names": [str, ...], "states": {kind: {"holder": "rank", "shared" or "owner", "names": [str, ...],
                                                         "numels": [int, ...], "numbers": float [their sum]}}}, ...],
-     "orders": {name: [its dimensions, in the order of memory]}}
+     "orders": {name: [its dimensions, in the order of memory]},
+     "in_flight": {"scale": factor of the loss in them, "means": {name: mean gradient [numel]}}}
+
+``in_flight`` is there only if averages are applied a step late: the next step applies these. They may be non-finite.
 
 Groups are saved because a bit-exact resume needs them. A resumed DistributedDataParallel begins with one bucket of all
 parameters, in which blocks, shards and transforms would be cut elsewhere.
@@ -28,6 +31,9 @@ MOST_STEPS = 1 << 53
 MOST_SETTINGS = 100_000
 """Limit on the values that say what ran: nested lists in a file could otherwise exhaust the memory."""
 PARTS = {"format": int, "method": str, "step": int, "rates": dict, "running": dict, "groups": list}
+
+IN_FLIGHT = "in_flight"
+"""The key of the averages that no optimizer has applied yet."""
 
 StateDict = dict[str, Any]
 Orders = Mapping[str, Sequence[int]]
@@ -92,6 +98,48 @@ def reordered(state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders
     Raises:
         ValueError: an order does not fit the parameter.
     """
+    moved, permuted = _permutation(state, shapes, now)
+
+    def change(one: StateDict) -> StateDict:
+        if moved.isdisjoint(one["names"]):
+            return one
+        one = opened(one)
+        parts = zip(one["names"], one["numbers"].split(one["numels"]), strict=True)
+        return one | {"numbers": torch.cat([permuted(name, values) for name, values in parts])}
+
+    return list(mapped(state, change)["groups"])
+
+
+def means_in_flight(
+    state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the averages that no optimizer has applied yet, of parameters of this model; see ``reordered``.
+
+    Returns:
+        the factor of the loss that is in them, and by name each mean gradient, of its parameter's shape, in the current
+        memory order; 1.0 and nothing if nothing was in flight.
+
+    Raises:
+        ValueError: one of them does not fit its parameter.
+    """
+    saved = state.get(IN_FLIGHT, {"scale": 1.0, "means": {}})
+    _, permuted = _permutation(state, shapes, now)
+    means = {name: mean for name, mean in saved["means"].items() if name in shapes}
+    for name, mean in means.items():
+        if mean.numel() != math.prod(shapes[name]):
+            raise ValueError(f"the average of {name} has {mean.numel()} numbers and its parameter {shapes[name]}")
+    return saved["scale"], {name: permuted(name, mean).reshape(tuple(shapes[name])) for name, mean in means.items()}
+
+
+def bytes_in_flight(state: StateDict) -> int:
+    """Return the bytes of the averages that no optimizer has applied yet."""
+    return sum(mean.nbytes for mean in state[IN_FLIGHT]["means"].values()) if IN_FLIGHT in state else 0
+
+
+def _permutation(
+    state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders
+) -> tuple[set[str], Callable[[str, torch.Tensor], torch.Tensor]]:
+    """Return the names of parameters whose memory order has changed, and a function that permutes their values."""
     before: Orders = state.get("orders", now)
     moved = {name for name in shapes if before.get(name) != now.get(name)}
     if wrong := [name for name in moved if name in before and len(before[name]) != len(shapes[name])]:
@@ -106,14 +154,7 @@ def reordered(state: StateDict, shapes: Mapping[str, Sequence[int]], now: Orders
         old, new = list(before.get(name, dimensions)), now.get(name, dimensions)
         return values.view([shapes[name][each] for each in old]).permute([old.index(each) for each in new]).reshape(-1)
 
-    def change(one: StateDict) -> StateDict:
-        if moved.isdisjoint(one["names"]):
-            return one
-        one = opened(one)
-        parts = zip(one["names"], one["numbers"].split(one["numels"]), strict=True)
-        return one | {"numbers": torch.cat([permuted(name, values) for name, values in parts])}
-
-    return list(mapped(state, change)["groups"])
+    return moved, permuted
 
 
 def _coded(one: StateDict) -> StateDict:
@@ -212,7 +253,11 @@ def opened(one: StateDict) -> StateDict:
 
 
 def common(state: StateDict) -> StateDict:
-    """Return what is the same on all ranks: everything except the per-rank values."""
+    """Return what is the same on all ranks: all but the per-rank values, and what was in flight.
+
+    If a rank fails, another one may have applied what is in flight on that rank.
+    """
+    state = {name: part for name, part in state.items() if name != IN_FLIGHT}
     return mapped(state, lambda one: one if one["holder"] == "shared" else one | {"numbers": None})
 
 
@@ -272,8 +317,23 @@ def check(state: object) -> StateDict:
     names = [name for group in parts["groups"] for name in group["names"]]
     if len(set(names)) != len(names):
         raise ValueError("the state has a parameter in two groups")
-    known = {name: parts[name] for name in PARTS}
-    return known | {"orders": _checked_orders(parts["orders"])} if "orders" in parts else known
+    checks = {"orders": _checked_orders, IN_FLIGHT: _checked_in_flight}
+    return {name: parts[name] for name in PARTS} | {
+        name: check_part(parts[name]) for name, check_part in checks.items() if name in parts
+    }
+
+
+def _checked_in_flight(given: Any) -> StateDict:
+    fields = _fields(given, "what was in flight", {"scale": float, "means": dict})
+    if not 0 < fields["scale"] < math.inf:
+        raise ValueError(f"what was in flight has the scale {fields['scale']}, which must be finite and above 0")
+    for name, mean in fields["means"].items():
+        plain = type(mean) is torch.Tensor and mean.layout == torch.strided and not mean.is_meta
+        if not isinstance(name, str) or not plain or not mean.is_floating_point() or mean.requires_grad:
+            raise ValueError("what was in flight must be floating-point tensors, by name")
+        if mean.dim() != 1 or not mean.is_contiguous():  # a strided view of one value can exceed the memory
+            raise ValueError(f"what was in flight of {name} must be contiguous and one-dimensional")
+    return {"scale": fields["scale"], "means": fields["means"]}
 
 
 def _checked_orders(orders: Any) -> Orders:

@@ -311,8 +311,15 @@ class FiniteGuard:
             FloatingPointError: a gradient is not finite and the policy is "raise"; on all ranks.
         """
         self.refused = self.refused or bool(self.found())
-        if not self.refused:
-            return
+        if self.refused:
+            self.refuse(optimizer, problem)
+
+    def refuse(self, optimizer: Optimizer, problem: str) -> None:
+        """Keep the optimizer from stepping.
+
+        Raises:
+            FloatingPointError: the policy is "raise".
+        """
         if self._policy == "raise":
             raise FloatingPointError(f"{problem}; on_nonfinite='skip' skips such steps")
         skip_step(optimizer)

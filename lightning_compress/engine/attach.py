@@ -20,6 +20,7 @@ from lightning_compress.collectives import Collective, TorchCollective, World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine import checks, hook
 from lightning_compress.engine.compression import Compression, ScaleSource
+from lightning_compress.engine.delayed import DelayedCompression, DelayedHook
 from lightning_compress.planning.decide import decide
 from lightning_compress.planning.summary import run_summary
 from lightning_compress.settings.parsing import CompressorLike, ExchangeLike
@@ -60,7 +61,7 @@ def attach(
             ``residual_follows_lr`` or a schedule by the learning rate, give it: it would only be known from its first
             step on.
         **settings: ``error_feedback`` and the other arguments of ``CompressedDDPStrategy`` from ``warmup_steps`` to
-            ``check_drift_every``, but not ``state`` and ``strict_state``, which are about checkpoints. If a schedule
+            ``delay``, but not ``state`` and ``strict_state``, which are about checkpoints. If a schedule
             counts epochs, or ``dgc`` warms up, set the handle's ``epoch`` at the start of each epoch.
 
     Returns:
@@ -78,6 +79,7 @@ def attach(
             "error_feedback out to keep a full residual if the method is biased"
         )
     checks.check_ddp(ddp)
+    checks.check_delay(chosen, *(bool(getattr(ddp, name)) for name in checks.UNUSED))
     by_epoch = chosen.options.schedule.by_epoch and not settings.get("schedule")
     if by_epoch and TorchCollective(ddp.process_group).rank == 0:
         log.warning(
@@ -88,8 +90,6 @@ def attach(
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
     compression = compress(ddp, chosen, scale)
     compression.stepped_by(optimizers)
-    for each in optimizers:
-        compression.take_over(each)
     if dist.get_rank(ddp.process_group) == 0:
         say(compression)
     return compression
@@ -154,20 +154,22 @@ def compress(
     transports = _transports(ddp, sum(each.nbytes for _, each in parameters)) if separate else []
     first, *beside = transports or [collective]
     unused = ddp.find_unused_parameters or ddp.static_graph
-    compression = Compression(
+    delayed = bool(settings.options.delay) and collective.size > 1
+    make, on_cpu = (DelayedCompression, DelayedHook) if delayed else (Compression, hook.ThreadHook)
+    compression = make(
         ddp.module,
         settings,
         first,
         scale,
         set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ())),
         unused,
-        accumulates,
+        accumulates and not delayed,
         _caps(ddp),
         beside=beside,
     )
     compression.run_summary = run_summary(compression.settings, parameters, world)
     if not idle:
-        hook.register(compression, ddp, transports)
+        hook.register(compression, ddp, transports, on_cpu)
     counting = hook.count_only(compression, ddp, collective.size) if idle else None
 
     def close_unused() -> None:
@@ -184,7 +186,7 @@ def compress(
         runs, ddp = compression.next_settings, model()
         if ddp and counting and transports and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
-            hook.register(compression, ddp, transports)
+            hook.register(compression, ddp, transports, on_cpu)
         compression.run_summary = run_summary(runs, parameters, world)
 
     compression.at_load(loaded)

@@ -116,6 +116,54 @@ def check_clipping(settings: RunState, clip: float | None) -> None:
     )
 
 
+def refuse_retuning(settings: RunState) -> None:
+    """Raise ValueError because a run that began with float32 has no hook that could compress.
+
+    Raises:
+        ValueError: always.
+    """
+    began = "'auto', which chose float32 here and" if settings.chosen else "'none', which"
+    raise ValueError(
+        f"the run began with compressor={began} leaves the average to DistributedDataParallel for good; "
+        "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
+    )
+
+
+UNUSED = ("find_unused_parameters", "static_graph")
+"""Arguments of DistributedDataParallel with which parameters may be without a gradient in a step."""
+
+
+def check_delay(settings: RunState, *given: bool) -> None:
+    """Raise ValueError if averages are applied a step late and parameters may be without a gradient in a step.
+
+    Args:
+        settings: the user's.
+        *given: values of the arguments ``UNUSED``.
+
+    Raises:
+        ValueError: they may.
+    """
+    for name, value in zip(UNUSED, given, strict=True):
+        if settings.options.delay and value:
+            raise ValueError(
+                f"delay=1 does not work with {name}=True: a parameter that is used in every second step would never "
+                f"get a gradient. Set {name}=False and use every parameter in each step, or use delay=0"
+            )
+
+
+def check_delayed_loop(settings: RunState, automatic: bool) -> None:
+    """Raise ValueError if averages are applied a step late and a module does its own backward passes and steps.
+
+    Raises:
+        ValueError: it does.
+    """
+    if settings.options.delay and not automatic:
+        raise ValueError(
+            "delay=1 does not work with manual optimization, where a step may have any number of backward passes: set "
+            "automatic_optimization=True, or use delay=0"
+        )
+
+
 def check_ddp(ddp: DistributedDataParallel) -> None:
     """Raise ValueError if this is not a DistributedDataParallel, or has arguments that ``check_ddp_arguments`` rejects.
 
@@ -140,8 +188,8 @@ def check_module(module: nn.Module, settings: RunState) -> None:
 
     Raises:
         ValueError: a module is lazy, an embedding has sparse gradients, an optimizer runs inside backward, a parameter
-            is complex, parameters are on several devices, or a rule matches no parameter. ``none`` leaves all but the
-            first and the last to DistributedDataParallel.
+            is complex, parameters are on several devices, a rule matches no parameter, or ``delay=1`` does not work on
+            this device or with sufficient factors. ``none`` leaves some of it to DistributedDataParallel.
     """
     check_initialized(module)
     parameters = trained_parameters(module)
@@ -154,6 +202,22 @@ def check_module(module: nn.Module, settings: RunState) -> None:
             "support; set it to True"
         )
     settings.rules.bound(kinds_of(module)).check([name for name, _ in parameters])
+    if settings.options.delay:
+        _check_delayed(module, parameters)
+
+
+def _check_delayed(module: nn.Module, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ValueError if averages cannot travel beside the next step."""
+    if others := {parameter.device.type for _, parameter in parameters} - {"cpu"}:
+        raise ValueError(
+            f"delay=1 works on CPUs over Gloo as yet, and the model is on {min(others)}: use delay=0, or "
+            "LocalSGDStrategy with its delay"
+        )
+    if getattr(module, AVERAGED_ELSEWHERE, ()):
+        raise ValueError(
+            "delay=1 does not work with sufficient factors, whose average the same step applies. Use delay=0, or "
+            "leave SufficientFactors out"
+        )
 
 
 def check_initialized(module: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import is_dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core import errors, state_dict
-from lightning_compress.core.registry import describe
 from lightning_compress.core.state_dict import StateDict
 from lightning_compress.engine import checks
 from lightning_compress.engine.accumulation import FiniteGuard, Passes
@@ -24,7 +22,7 @@ from lightning_compress.engine.lanes import Lanes
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
 from lightning_compress.planning.summary import RunSummary
 from lightning_compress.settings.compensation import kind_of
-from lightning_compress.settings.parsing import COMPRESSORS, CompressorLike
+from lightning_compress.settings.parsing import CompressorLike, as_primitives
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState, coming, kept_of, resumed
 from lightning_compress.settings.schedule import Progress
@@ -185,14 +183,14 @@ class Compression:
 
     def _follow_schedule(self) -> None:
         """Retune if the schedule's values changed; between two changes, ``retune`` decides."""
-        rate = self._optimizers.rate() if self.settings.options.schedule.by_rate else None
-        values = self.next_settings.options.schedule.values(Progress(self.step, self.epoch, rate))
-        described = {
-            name: describe(value, COMPRESSORS) if is_dataclass(value) else value for name, value in values.items()
-        }
-        if described != self._scheduled:
+        values = self.next_settings.options.schedule.values(self._progress())
+        if (described := as_primitives(values)) != self._scheduled:
             self._scheduled = described
             self.next_settings = self.next_settings.retuned(None, values)
+
+    def _progress(self) -> Progress:
+        rate = self._optimizers.rate() if self.settings.options.schedule.by_rate else None
+        return Progress(self.step, self.epoch, rate)
 
     def _begin_pass(self, names: Sequence[str]) -> None:
         """Begin another backward pass without an optimizer step: its gradients add up, or the step was skipped."""
@@ -242,17 +240,24 @@ class Compression:
         saved, chosen = coming(state["running"])["compressor"], self.next_settings.running()["compressor"]
         if saved != chosen and self._collective.rank == 0:
             log.warning("the checkpoint was trained with %s; this run continues with %s", saved, chosen)
+        if state_dict.IN_FLIGHT in state and not self.settings.options.delay and self._collective.rank == 0:
+            log.warning("the checkpoint's last average is lost: this run has delay=0. Resume with delay=1 to apply it")
         for callback in self._at_load:
             callback()
 
     def stepped_by(self, optimizers: Sequence[Optimizer]) -> None:
-        """Set the model's optimizers, on which ``error_feedback="auto"`` depends; call it before the first step."""
+        """Set and check all optimizers of the model; ``error_feedback="auto"`` depends on them. Call it before a step.
+
+        Raises:
+            ValueError: see ``take_over``.
+        """
         self._optimizers.complete = bool(optimizers)
-        if len(self.groups) or not self.active:
-            return
-        self.settings = self.next_settings = self.settings.stepped_by(kind_of(optimizers))
-        for callback in self._at_load:
-            callback()
+        if self.active and not len(self.groups):
+            self.settings = self.next_settings = self.settings.stepped_by(kind_of(optimizers))
+            for callback in self._at_load:
+                callback()
+        for optimizer in optimizers:
+            self.take_over(optimizer)
 
     def take_over(self, optimizer: Optimizer) -> bool:
         """Let a method that does part of the optimizer's work check that the optimizer does not repeat it.
@@ -277,9 +282,7 @@ class Compression:
             FloatingPointError: a gradient is not finite and ``on_nonfinite="raise"``; on all ranks.
         """
         if self._optimizers.owned(optimizer):
-            names = [name for group in self.groups for name in group.nonfinite]
-            where = f"on rank {self._collective.rank}, of {', '.join(names[:3])}" if names else "on another rank"
-            self._finite.before_step(optimizer, f"step {self.step}: gradients are not finite {where}")
+            self._finite.before_step(optimizer, f"step {self.step}: {self.groups.nonfinite}")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Commit the residuals of the optimizer's parameters, unless a gradient was not finite."""
@@ -331,11 +334,7 @@ class Compression:
                 would take over another part of the optimizer's work, or the run began with ``none``, which has no hook.
         """
         if not self.active and self._collective.size > 1:
-            began = "'auto', which chose float32 here and" if self.settings.chosen else "'none', which"
-            raise ValueError(
-                f"the run began with compressor={began} leaves the average to DistributedDataParallel for good; "
-                "begin with a compressor whose settings lose nothing, such as {'name': 'topk', 'density': 1.0}"
-            )
+            checks.refuse_retuning(self.settings)
         self.next_settings = self.next_settings.retuned(compressor, changes)
 
     def follow(self, before: Compression) -> None:
@@ -362,11 +361,10 @@ class Compression:
 
         Returns:
             of the last step: ``bytes_sent``, ``bytes_dense`` (what stock DistributedDataParallel sends), ``ratio``. Of
-            the last sampled step: ``encode_ms``, ``exchange_ms``, ``decode_ms``, ``wait_ms`` (how long the end of
-            backward waited for averages, which nothing hid; on CUDA it is 0), and ``relative_error``: the norm
-            of what was not sent over the norm of gradient plus residual. Now: ``residual_norm``, including the
-            errors that LoCo keeps. In total: ``total_bytes_sent``, ``total_bytes_dense``, ``steps``,
-            ``nonfinite_steps``.
+            the last sampled step: ``encode_ms``, ``exchange_ms``, ``decode_ms``, ``wait_ms`` (how long backward's end
+            waited for averages; 0 on CUDA), and ``relative_error``: the norm of what was not sent over the norm of
+            gradient plus residual. Now: ``residual_norm``, including the errors that LoCo keeps. In total:
+            ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
         norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
         nonfinite = self._finite.count if self._stepped else self._finite.count + self._finite.found()

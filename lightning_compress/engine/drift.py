@@ -54,6 +54,10 @@ class DriftGuard:
         """Record checksums of these parameters' averaged gradients, in a step after which ranks are compared."""
         self._gradients |= {name: _checksum(gradient) for name, gradient in zip(names, gradients, strict=True)}
 
+    def due(self, step: int) -> bool:
+        """Return whether ``compare`` is due after so many optimizer steps."""
+        return bool(self.every) and step // self.every != self._compared // self.every
+
     def compare(self, step: int) -> None:
         """Compare the ranks if a comparison is due; collective, and not to be called during an optimizer's step.
 
@@ -63,7 +67,7 @@ class DriftGuard:
         Raises:
             RuntimeError: ranks differ; on every rank. The message names the step, the parameters and the ranks.
         """
-        if not self.every or step // self.every == self._compared // self.every:
+        if not self.due(step):
             return
         self._compared = step
         device = self._parameters[0][1].device

@@ -179,6 +179,13 @@ class Groups:
                 for state in pending:
                     state.reject(rejected)
 
+    @property
+    def nonfinite(self) -> str:
+        """What is not finite in the last gradients, as far as this rank knows; for messages."""
+        names = [name for group in self.all for name in group.nonfinite]
+        where = f"on rank {self._ranks.rank}, of {', '.join(names[:3])}" if names else "on another rank"
+        return f"gradients are not finite {where}"
+
     def shared(self) -> list[Tensor]:
         """Return the committed states that are the same on all ranks."""
         return [state.committed for state in self.states() if state.holder == "shared"]

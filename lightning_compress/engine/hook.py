@@ -111,6 +111,11 @@ class Workers:
         """Whether all buckets are averaged."""
         return all(each.idle for each in self._backgrounds)
 
+    @property
+    def failed(self) -> bool:
+        """Whether averaging a bucket has raised an error that ``wait`` will raise."""
+        return any(each.failed for each in self._backgrounds)
+
     def wait(self) -> None:
         """Wait until all buckets are averaged.
 
@@ -243,9 +248,19 @@ def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients
 
 
 def register(
-    compression: Compression, ddp: DistributedDataParallel, transports: Sequence[TorchCollective] = ()
+    compression: Compression,
+    ddp: DistributedDataParallel,
+    transports: Sequence[TorchCollective] = (),
+    on_cpu: Callable[..., ThreadHook] = ThreadHook,
 ) -> None:
-    """Let ``compression`` average for ``ddp`` until the model is deleted; see ``ThreadHook``."""
+    """Let ``compression`` average for ``ddp`` until the model is deleted.
+
+    Args:
+        compression: averages.
+        ddp: the model.
+        transports: see ``ThreadHook``.
+        on_cpu: the hook for the CPU.
+    """
 
     def before(module: DistributedDataParallel, _: object) -> None:
         checks.check_running(module)
@@ -256,7 +271,7 @@ def register(
 
     compression.active = True
     compression.at_close(ddp.register_forward_pre_hook(before).remove)
-    hook = StreamHook(compression) if compression.device.type == "cuda" else ThreadHook(compression, transports)
+    hook = StreamHook(compression) if compression.device.type == "cuda" else on_cpu(compression, transports)
     ddp.register_comm_hook(None, hook.reduce)
 
 

@@ -77,11 +77,17 @@ def run_summary(settings: RunState, parameters: Parameters, world: World, steps:
         world: the ranks.
         steps: local steps per round, if this is sent once per round; 1: it is sent in each step.
     """
+    found = _summary(settings, parameters, world, steps)
+    late = settings.options.delay and world.collective.size > 1
+    return dataclasses.replace(found, summary=f"{found.summary}, applied one step later") if late else found
+
+
+def _summary(settings: RunState, parameters: Parameters, world: World, steps: int) -> RunSummary:
     collective, _, _ = world
     why = settings.chosen.why if settings.chosen else ""
     chosen = f"auto chose float32, because {settings.chosen.reason}" if settings.chosen else NONE
     if collective.size == 1:
-        idle = ", ".join(_set(settings.options, ["on_nonfinite"]))
+        idle = ", ".join(_set(settings.options, ["on_nonfinite", "delay"]))
         return _off("there is one rank", warning=idle and f"{idle} has no effect on one rank")
     if settings.plain:
         if settings.chosen:

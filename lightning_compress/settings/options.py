@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -13,6 +13,7 @@ from lightning_compress.corrections.clipping import Clipping
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.exchanges import Pattern
 from lightning_compress.exchanges.hierarchical import replanned
+from lightning_compress.reducers import Reducer
 from lightning_compress.settings import parsing
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import BY_METHOD, Feedback, read_feedback
@@ -59,6 +60,7 @@ class Options:
     on_nonfinite: Annotated[str, parsing.one_of("pass", "skip", "raise")] = "pass"
     on_drift: Annotated[str, parsing.one_of("error", "resync")] = "error"
     check_drift_every: Annotated[int, parsing.count("a number of steps, or 0 for never")] = 100
+    delay: Annotated[int, parsing.one_of(0, 1)] = 0
 
     @classmethod
     def of(
@@ -85,6 +87,9 @@ class Options:
         read = cls._read(options)
         if correction:
             _check_feedback(read["error_feedback"], options.get("error_feedback"), written(built), correction)
+        if read["delay"]:
+            _check_delay(read["error_feedback"])
+            check_delayed([built, *(rule.method for rule in parsing.read_rules(rules))])
         if read["on_drift"] != "error" and not read["check_drift_every"]:
             raise ValueError(
                 f"on_drift={read['on_drift']!r} and check_drift_every=0: without checks no drift is found. Set "
@@ -117,6 +122,25 @@ class Options:
             meant = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"there is no argument {name!r}{meant}")
         return {name: read(name, given.get(name, getattr(cls, name))) for name, read in known.items()}
+
+
+def check_delayed(compressors: Iterable[object]) -> None:
+    """Raise ValueError if one of these compressors cannot be averaged beside the next step (``delay=1``)."""
+    for compressor in compressors:
+        if isinstance(compressor, Reducer):
+            raise ValueError(
+                f"delay=1 does not work with compressor={written(compressor)}, which needs several rounds of messages "
+                "for an average. Use a codec, such as compressor='rotated', or delay=0"
+            )
+
+
+def _check_delay(feedback: Feedback) -> None:
+    """Raise ValueError if a residual follows the learning rate: its step's rate is not known yet."""
+    if feedback.residual.follows_lr:
+        raise ValueError(
+            "delay=1 does not work with error_feedback={'follows_lr': True}: a residual is kept before the learning "
+            "rate is known at which its step is applied. Leave follows_lr out, or use delay=0"
+        )
 
 
 def _check_auto(error_feedback: object, schedule: object) -> None:

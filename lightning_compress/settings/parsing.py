@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lightning_compress.codecs import CODECS, Codec, Method
-from lightning_compress.core.registry import Registry, build, name_of, rebuild
+from lightning_compress.core.registry import Registry, build, describe, name_of, rebuild
 from lightning_compress.corrections import CORRECTED, Corrected
 from lightning_compress.corrections.clipping import Clipping
 from lightning_compress.exchanges import EXCHANGES, Pattern
@@ -46,9 +46,13 @@ def count(be: str) -> Callable[[str, object], object]:
     return must(lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0, be)
 
 
-def one_of(*allowed: str) -> Callable[[str, object], object]:
-    """Return a reader of these texts."""
-    return must(lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
+def one_of(*allowed: str | int) -> Callable[[str, object], object]:
+    """Return a reader of these values."""
+
+    def fits(value: object) -> bool:
+        return (isinstance(value, str) or type(value) is int) and value in allowed  # True and 1.0 equal 1
+
+    return must(fits, f"one of {', '.join(map(repr, allowed))}")
 
 
 whole = count("an integer, 0 or more")
@@ -125,6 +129,13 @@ def rebuild_compressor(described: object, given: Iterable[object]) -> Compressor
     if not isinstance(built, Method | Corrected):
         raise ValueError(f"the state's compressor is of {type(built).__name__}, which is not a compressor")
     return built
+
+
+def as_primitives(values: Mapping[str, object]) -> dict[str, object]:
+    """Return settings with their compressors described, for a state."""
+    return {
+        name: describe(each, COMPRESSORS) if dataclasses.is_dataclass(each) else each for name, each in values.items()
+    }
 
 
 def build_exchange(exchange: ExchangeLike) -> Pattern:

@@ -99,8 +99,8 @@ class RunState:
     @property
     def plain(self) -> bool:
         """Whether stock DistributedDataParallel does all that was asked for."""
-        dense = all(isinstance(method, Dense) for method in self.methods)
-        return dense and not self.options.deterministic and not self.works_alone and self.options.on_nonfinite == "pass"
+        more = self.options.deterministic or self.options.delay or self.options.on_nonfinite != "pass"
+        return not more and not self.works_alone and all(isinstance(method, Dense) for method in self.methods)
 
     @property
     def dense_steps(self) -> int:

@@ -31,7 +31,7 @@ from lightning_compress.settings.run_state import RunState
 from lightning_compress.strategies.advice import beside_adam, few_steps, name_ours, untested, warn
 from lightning_compress.strategies.common import VARIANTS, CommonMixin, accumulation, register
 from lightning_compress.strategies.rendezvous import Rendezvous
-from lightning_compress.strategies.report import Lines, StepClock, of_fit, tell
+from lightning_compress.strategies.report import Lines, StepClock, log_hyperparameters, of_fit, tell
 from lightning_compress.strategies.resume import Resume, restore_compression, save_compression
 from lightning_compress.strategies.sidecar import CHOSEN, SavedState
 
@@ -61,6 +61,7 @@ class CompressedDDPMixin(CommonMixin):
         on_nonfinite: Literal["pass", "skip", "raise"] = "pass",
         on_drift: Literal["error", "resync"] = "error",
         check_drift_every: int = 100,
+        delay: int = 0,
         **kwargs: Any,
     ) -> None:
         arguments = locals()  # passed on by name: RunState checks them
@@ -68,6 +69,7 @@ class CompressedDDPMixin(CommonMixin):
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
         self._settings = RunState.of(**{name: arguments[name] for name in _OURS if name not in _ON_CHECKPOINTS})
+        checks.check_delay(self._settings, *(bool(kwargs.get(name)) for name in checks.UNUSED))
         self._compression: Compression | None = None
         self._resume = Resume(state, strict_state)
         self._earlier_choice: object = None
@@ -81,6 +83,7 @@ class CompressedDDPMixin(CommonMixin):
         if fitting:
             checks.check_accumulation(bool(self._ddp_kwargs.get("static_graph")), accumulation(trainer))
             checks.check_clipping(self._settings, trainer.gradient_clip_val)
+            checks.check_delayed_loop(self._settings, self.lightning_module.automatic_optimization)
             check_setup(self._settings, self.lightning_module, TorchCollective(), self.root_device)
             self._resume.begin(TorchCollective(), self.root_device)
             self._rendezvous = Rendezvous.everywhere(trainer, self.root_device) if self.world_size > 1 else None
@@ -92,21 +95,8 @@ class CompressedDDPMixin(CommonMixin):
             self._told, self._clock = False, StepClock()
             if trainer.ckpt_path is None:
                 self._tell()
-            if trainer.enable_autolog_hparams:
-                self._log_hyperparameters(trainer)
-
-    def _log_hyperparameters(self, trainer: Any) -> None:
-        """Log what runs together with the module's hyperparameters: some loggers keep only the last call."""
-        holders = [holder for holder in (self.lightning_module, trainer.datamodule) if holder is not None]
-        hyperparameters = {
-            name: value
-            for holder in holders
-            if holder._log_hyperparams
-            for name, value in holder.hparams_initial.items()
-            if name != "_class_path"  # LightningCLI's own
-        }
-        for logger in trainer.loggers if self.is_global_zero else ():
-            logger.log_hyperparams(hyperparameters | self.compression.run_summary.hyperparameters())
+            if trainer.enable_autolog_hparams and self.is_global_zero:
+                log_hyperparameters(trainer, self.compression.run_summary)
 
     def on_train_start(self) -> None:
         """Check that all ranks have equally many batches; log what a restored run goes on with."""
@@ -130,8 +120,6 @@ class CompressedDDPMixin(CommonMixin):
     def _check_optimizers(self) -> None:
         assert self._compression is not None
         self._compression.stepped_by(self.optimizers)
-        for optimizer in self.optimizers:
-            self._compression.take_over(optimizer)
         warn(beside_adam(self._compression.settings, self.optimizers) if self.world_size > 1 else "")
 
     def _watch_clipping(self) -> None:
@@ -385,6 +373,11 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             from rank 0.
         check_drift_every: Steps between these checks, which compare checksums: an integer from 0; default 100. 0: never
             check.
+        delay: Steps until an average is applied: 0 or 1; default 0. With 1, an average travels while the next step
+            computes, and the optimizer applies it at the end of that step (double buffering, Seide et al., Interspeech
+            2014). A step then takes the longer of computing and communication, not both. The gradients are a step old,
+            which costs some loss; the first step applies nothing, and the last average is not applied. For CPUs over
+            Gloo and any codec; 8 bytes per parameter. When it pays: docs/settings.md.
         **kwargs: Arguments of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``start_method``, ...
             ``bucket_cap_mb=None`` means 5 where CPUs compress and each rank has a core, so that messages travel while
             backward goes on, and otherwise DistributedDataParallel's 25.

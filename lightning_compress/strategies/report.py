@@ -15,6 +15,7 @@ from torch import nn
 from lightning_compress.engine.compression import Compression
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.predict import BUCKET, Place, predict
+from lightning_compress.planning.summary import RunSummary
 from lightning_compress.settings.run_state import RunState
 
 Lines = list[tuple[str, str]]
@@ -57,9 +58,25 @@ def of_fit(
         return []
     stats = compression.stats()
     lines = [traffic(stats, "step"), *times(stats, step_ms, first=compression.meter.sampled == 1)]
+    if compression.settings.options.delay:
+        return [*lines, ("delay", "the average of the last step was not applied; a checkpoint keeps it")]
     if step_ms is not None:
         lines += expected(compression.settings, model, ranks, bucket_mb, max(0.0, step_ms - stats["wait_ms"]))
     return lines
+
+
+def log_hyperparameters(trainer: Any, runs: RunSummary) -> None:
+    """Log what runs together with the module's hyperparameters: some loggers keep only the last call."""
+    holders = [holder for holder in (trainer.lightning_module, trainer.datamodule) if holder is not None]
+    hyperparameters = {
+        name: value
+        for holder in holders
+        if holder._log_hyperparams
+        for name, value in holder.hparams_initial.items()
+        if name != "_class_path"  # LightningCLI's own
+    }
+    for logger in trainer.loggers:
+        logger.log_hyperparams(hyperparameters | runs.hyperparameters())
 
 
 def of_rounds(stats: Mapping[str, Any], every: int) -> Lines:

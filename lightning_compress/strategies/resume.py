@@ -161,7 +161,7 @@ def save_compression(
     differs = any(entry["holder"] != "shared" for entry in entries)
     if resume.state == "sidecar" and differs:
         if not resume.saves and ranks.rank == 0:
-            size = sum(entry["numbers"].nbytes for entry in entries)
+            size = sum(entry["numbers"].nbytes for entry in entries) + state_dict.bytes_in_flight(state)
             rank_zero_info(
                 f"lightning_compress: beside {path}: {size} bytes a rank, {size * ranks.size} of {ranks.size} ranks"
             )
