@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import Collective, CountingCollective
+from lightning_compress.collectives.coalesced import mean_of
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.core import errors
 from lightning_compress.core.layout import Layout
