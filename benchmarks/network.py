@@ -5,6 +5,7 @@
     sudo python -m benchmarks.network --ranks 2,4,8 --rates 100mbit,1gbit,10gbit --plot steps.png --json steps.json
     sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers
     sudo python -m benchmarks.network --rate 100mbit --set local --model transformer --steps 60
+    sudo python -m benchmarks.network --rate 1gbit --set delay              # averages applied a step later, and at once
     sudo python -m benchmarks.network --rate 100mbit --delay-ms 10          # a round trip of 10 ms: sites far apart
     sudo python -m benchmarks.network --trainer --model resnet20 --methods bf16,onebit --delay-ms 10
 
@@ -36,7 +37,7 @@ from benchmarks._arguments import above_zero, file_to_write, natural, plain_erro
 from benchmarks._network.cells import measure, record, replay
 from benchmarks._network.hooks import PYTORCH
 from benchmarks._network.lab import bits_per_second, check_delay
-from benchmarks._network.methods import BESIDE_LOCAL, FACTORS, OURS, SETS, make, settings
+from benchmarks._network.methods import BESIDE_LOCAL, FACTORS, OURS, SETS, delayed, make, settings
 from benchmarks._network.models import MODELS
 from benchmarks._network.plot import draw, panels
 from benchmarks._network.show import show, show_paper, title
@@ -242,6 +243,11 @@ def check_method(name: str, arguments: argparse.Namespace) -> None:
     if (arguments.record or arguments.validate) and settings(name) is None and name not in DENSE:
         raise ValueError(
             f"{name} cannot be recorded; of those that are none of attach's, these can: {', '.join(DENSE)}"
+        )
+    if (arguments.record or arguments.validate or arguments.replay) and delayed(name):
+        raise ValueError(
+            f"{name} cannot be recorded or replayed, because its averages travel beside the next step; measure it "
+            "without --record, --validate and --replay"
         )
     if arguments.replay and name not in arguments.recorded["traces"]:
         raise ValueError(f"{name} was not recorded in {arguments.replay}: {', '.join(arguments.recorded['traces'])}")

@@ -61,6 +61,9 @@ FACTORS: dict[str, Any] = {
 }
 """Sufficient factors of the linear layers that pay: without loss, the rest by DDP; and all of it in 16 bits."""
 
+LATE = ("bf16", "rotated", "onebit", "topk 1 %")
+"""Methods that are compared with themselves one step later."""
+
 SETS: dict[str, dict[str, dict[str, Any]]] = {
     "2_bits": {
         "fft, 2 bits": {"compressor": {"name": "fft", "theta": 0.85, "bits": 10}},
@@ -79,9 +82,14 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
         "terngrad, paper": {"compressor": "terngrad"},
         "topk, paper": {"compressor": {"name": "topk", "density": 0.15}},
     },
+    "delay": {
+        "float32 delay 1": {"compressor": "none", "delay": 1},
+        **{name + more: OURS[name] | late for name in LATE for more, late in (("", {}), (" delay 1", {"delay": 1}))},
+    },
 }
 """At equal bits of a message per element, and as the FFT paper seems to have run them (theta 0.85 for both sparsifiers,
-floats of 10 bits, QSGD with 4 bits in buckets of 512): Wang et al., HPDC 2020. TernGrad has no setting with 4 bits."""
+floats of 10 bits, QSGD with 4 bits in buckets of 512): Wang et al., HPDC 2020. TernGrad has no setting with 4 bits. And
+averages that are applied in the same step, or one step later."""
 PAPER = {"DDP": "2.26", "qsgd": "1.31", "terngrad": "1.25", "topk": "1.47"}
 """By what factor fft's training was faster there than with these (AlexNet, 8 GPUs, InfiniBand)."""
 
@@ -109,6 +117,11 @@ def settings(name: str) -> dict[str, Any] | None:
         f"unknown method {name!r}; there are {', '.join([*PYTORCH, *FACTORS, *LOCAL, *known])}, or JSON such as "
         '{"compressor": "topk", "exchange": "split_gather"}'
     )
+
+
+def delayed(name: str) -> bool:
+    """Whether a method's averages travel while the next step computes."""
+    return bool((settings(name) or {}).get("delay"))
 
 
 def _read(text: str) -> dict[str, Any]:

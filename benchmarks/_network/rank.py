@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks._local import Alone, Local
 from benchmarks._network import replay
-from benchmarks._network.methods import local, make, optimizer
+from benchmarks._network.methods import delayed, local, make, optimizer
 from benchmarks._network.models import MODELS, batch
 from benchmarks._network.report import report
 from benchmarks._network.trace import Recorder, Turn
@@ -38,7 +38,8 @@ def main(arguments: dict[str, Any]) -> None:
 class Measuring:
     """Measure the methods in turn, in rounds, so that what disturbs the machine disturbs all alike.
 
-    Of local steps it is the mean of a whole round, in which ranks meet only as the method does.
+    Of local steps it is the mean of a whole round, in which ranks meet only as the method does. With a delay it is the
+    mean of all steps of a round, until the last average is there.
 
     Args:
         arguments: ``model``, ``methods``, ``steps``, ``rounds``; ``warm``, the steps before measuring (buckets are
@@ -73,6 +74,9 @@ class Measuring:
         if alone := local(name, module):
             self._local_steps(name, module, alone, max(2, steps // alone.every))
             return
+        if delayed(name):
+            self._delayed_steps(name, module, steps)
+            return
         recorder = Recorder(name, module, self._turn) if self._told.get("record") else None
         model, compression = (recorder.model, recorder.compression) if recorder else make(name)(module)
         stepper, inputs = optimizer(model), batch(self._told["model"], dist.get_rank())
@@ -98,6 +102,28 @@ class Measuring:
             self._keep(name, recorder.trace)
         del model, module, stepper, compression, recorder
         gc.collect()
+
+    def _delayed_steps(self, name: str, module: torch.nn.Module, steps: int) -> None:
+        """Steps whose averages travel beside the next ones; ranks do not meet in between, which would wait for them."""
+        model, compression = make(name)(module)
+        assert compression is not None
+        stepper, inputs = optimizer(model), batch(self._told["model"], dist.get_rank())
+        with hearing_auto() as said, counting_bits() as bits:
+            for _ in range(self._told["warm"]):
+                _step(model, stepper, inputs, None)
+            compression.stats()  # waits for what travels
+            dist.barrier()
+            already, before, start = compression.meter.bytes_sent, int(COUNTER.read_text()), time.perf_counter()
+            for _ in range(steps):
+                _step(model, stepper, inputs, None)
+            promised = compression.stats()["total_bytes_sent"] - already
+            self._times[name].append((time.perf_counter() - start) / steps)
+            dist.barrier()
+            self._wire[name].append((int(COUNTER.read_text()) - before) // steps)
+        compression.close()
+        self._found["formula_bytes"][name], self._found["said"][name] = promised / steps, said
+        if bits[1]:
+            self._found["bits"][name] = 8 * bits[0] / bits[1]
 
     def _keep(self, name: str, trace: dict[str, Any]) -> None:
         """Steps that were recorded, behind those of earlier rounds."""
