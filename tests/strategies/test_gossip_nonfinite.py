@@ -64,7 +64,8 @@ def test_one_nan_on_one_rank_stays_there(pools, size, method):
         assert stats["nonfinite_rounds"] == 3
     trained = np.stack([np.stack(each[0]) for each in ranks])
     apart = np.linalg.norm(trained[last, -1] - trained[0, -1]) / np.linalg.norm(trained[0, -1])
-    assert 0 < apart < 0.5
+    assert apart < 0.5
+    assert apart > 0 or (size, method) == (2, "sgp")  # two halves are the same bits in either order
     assert not np.array_equal(trained[last, -1], trained[last, 6])
 
 
