@@ -115,11 +115,14 @@ class MinibatchSizeMixin:
             check_loader(trainer)
             self._check_probe(trainer)
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Search if that is due."""
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Search before an epoch's first batch if that is due.
+
+        Lightning leaves ``on_train_epoch_start`` out after a resume from a checkpoint of an epoch's last step.
+        """
         epoch = trainer.current_epoch
         due = epoch in self.epochs if isinstance(self.epochs, tuple) else epoch > 0 and epoch % self.epochs == 0
-        if due and not (self.history and self.history[-1]["epoch"] == epoch):  # a checkpoint may be of this moment
+        if due and batch_idx == 0:
             self._search(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -178,8 +181,8 @@ class MinibatchSizeMixin:
         found = self.history[-1]
         tried = ", ".join(f"{size}: {loss:.4g}" for size, loss in found["losses"].items())
         rank_zero_info(
-            f"MinibatchSize: from epoch {found['epoch']} on, a step has {found['size']} batches; loss by size {tried}; "
-            f"the search took {found['samples']:,} samples and {found['seconds']:.1f} s"
+            f"MinibatchSize: from epoch {found['epoch']} on, accumulate_grad_batches={found['size']}; loss by size "
+            f"{tried}; the search took {found['samples']:,} samples and {found['seconds']:.1f} s"
         )
         if failed:
             rank_zero_warn(f"MinibatchSize: the loss on the probe is not finite ({tried}); the size stays as it was")

@@ -49,7 +49,7 @@ class Probe:
     ``num_workers=0``, draws on.
 
     Args:
-        trainer: in a fit, before an epoch; it passes ``check_loader``.
+        trainer: in a fit, before the first batch of an epoch; it passes ``check_loader``.
         module: what it trains.
         batches: how many, on each rank.
 
@@ -144,7 +144,7 @@ def untouched(trainer: Any, module: Any, compression: Compression | None) -> Ite
     not called inside. After an error inside, only callbacks and loggers are put back.
 
     Args:
-        trainer: in a fit, before an epoch.
+        trainer: in a fit, before the first batch of an epoch.
         module: what it trains.
         compression: of its gradients, if there is one.
     """
@@ -225,8 +225,10 @@ class _Part:
         self._copies = {name: _copied(each) for name, each in self._attributes.items() if not isinstance(each, Tensor)}
         self._buffers = dict(module._buffers)
         held = [*module._parameters.values(), *self._buffers.values(), *self._attributes.values()]
-        tensors = [each for each in held if isinstance(each, Tensor) and not each.is_inference()]
-        self._numbers = [(each, each.detach().clone(), each._version) for each in tensors]
+        tensors = [
+            each for each in held if isinstance(each, Tensor) and 0 not in each.stride()
+        ]  # expanded: not writable
+        self._numbers = [(each, each.detach().clone()) for each in tensors]
 
     def restore(self) -> None:
         """Put everything back into the objects that held it."""
@@ -238,9 +240,8 @@ class _Part:
             attributes[name] = _refilled(self._attributes[name], copy_of)
         self._module._buffers.clear()
         self._module._buffers.update(self._buffers)
-        for tensor, numbers, version in self._numbers:
-            if tensor._version != version:
-                tensor.detach().copy_(numbers)
+        for tensor, numbers in self._numbers:  # DistributedDataParallel's broadcasts do not count as a new version
+            tensor.detach().copy_(numbers)
 
 
 def _refilled(value: Any, contents: Any) -> Any:
