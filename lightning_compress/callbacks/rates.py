@@ -50,7 +50,7 @@ def check_linear(optimizers: Iterable[Optimizer], configs: Iterable[Any]) -> Non
         if config.interval == "step":
             raise ValueError(
                 f"MinibatchSize changes how many steps an epoch has, and {name} counts steps. Return it with interval "
-                "'epoch' from configure_optimizers (the recipes: recipe.schedule=constant recipe.warmup_epochs=0)"
+                "'epoch' from configure_optimizers"
             )
         if unknown := [type(each).__name__ for each in _flat(config.scheduler) if not isinstance(each, LINEAR)]:
             raise ValueError(
