@@ -13,9 +13,9 @@ from lightning_compress.engine.compression import Compression
 def trial(compression: Compression) -> Iterator[None]:
     """Undo, at the end of the context, what the steps inside changed: states, settings, counters and the epoch.
 
-    The model and its optimizers are the caller's. Groups are planned again afterwards, as after a resume. Collective:
-    all ranks enter and leave in the same step, and not between a backward pass and its optimizer step. After an error
-    inside nothing is undone, because other ranks may be gone.
+    The model and its optimizers are the caller's. Collective: all ranks enter and leave in the same step, and not
+    between a backward pass and its optimizer step. After an error inside nothing is undone, because other ranks may be
+    gone.
 
     Args:
         compression: of the model that is stepped inside.

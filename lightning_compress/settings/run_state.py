@@ -385,13 +385,14 @@ def kept_of(now: RunState, following: RunState, scheduled: Mapping[str, object])
 
 
 def resumed(own: RunState, kept: Mapping[str, object]) -> tuple[RunState, RunState, dict[str, object]]:
-    """Return the arguments of ``kept_of`` from its result, in a run with the user's settings ``own``.
+    """Return the arguments of ``kept_of`` from its result, in a run with the settings ``own``; ``own`` where equal.
 
     Raises:
         ValueError: see ``RunState.resumed``. If ``kept`` is something else, also TypeError, LookupError and others.
     """
     now, following = (own.resumed(running).bound(own.rules.kinds) for running in (kept, coming(kept)))
     scheduled = dict(mapping("scheduled", kept["scheduled"])) if own.follows(kept) else {}
+    now = own if now == own else now
     return now, now if following == now else following, scheduled
 
 

@@ -48,6 +48,7 @@ def test_a_warm_up_in_steps_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         "data.vocab_size=150",
         *SEARCH,
         "data.train_size=200",
+        "trainer.log_every_n_steps=1",
     ]
     with pytest.raises(ValueError, match=r"recipe\.warmup_steps=2: with minibatch=search, schedules count epochs"):
         run_recipe(composed(*run))
