@@ -309,8 +309,9 @@ class RunState:
     def _compensated(self, running: Mapping[str, object]) -> RunState:
         """Return these settings with an earlier run's compensations, unless the user named another."""
         state = dataclasses.replace(self, decided=decided_before(running, self.rules.methods))
-        keeps = bool(running["error_feedback"])  # at least the rest of it is sent with the next gradient
-        keeps = keeps or any(state.feeds_back(method) for method in state.rules.methods)
+        keeps = bool(running["error_feedback"]) or any(
+            map(state.feeds_back, state.rules.methods)
+        )  # or its rest is lost
         return dataclasses.replace(state, error_feedback=keeps)
 
     def _rebuilt(self, described: object) -> Compressor:
