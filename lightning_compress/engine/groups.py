@@ -170,9 +170,13 @@ class Groups:
                 group.adopted()
 
     def _find(self, names: Sequence[str], settings: RunState, kinds: Collection[str]) -> Group | None:
-        """Return the group of these parameters, if it has these settings and these kinds of states."""
-        known = (group for group in self.all if list(group.bucket_names) == list(names) and group.settings is settings)
-        return next((group for group in known if group.states.keys() == set(kinds)), None)
+        """Return the group of these parameters, if it has equal settings and these kinds of states."""
+        for group in self.all:
+            same = list(group.bucket_names) == list(names) and group.states.keys() == set(kinds)
+            if same and group.settings == settings:
+                group.settings = settings  # or its bucket would rebuild it
+                return group
+        return None
 
     def states(self) -> list[State]:
         """Return all states of all groups."""

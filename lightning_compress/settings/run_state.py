@@ -309,9 +309,8 @@ class RunState:
     def _compensated(self, running: Mapping[str, object]) -> RunState:
         """Return these settings with an earlier run's compensations, unless the user named another."""
         state = dataclasses.replace(self, decided=decided_before(running, self.rules.methods))
-        keeps = bool(running["error_feedback"]) or any(
-            map(state.feeds_back, state.rules.methods)
-        )  # or its rest is lost
+        keeps = bool(running["error_feedback"])  # at least the rest of it is sent with the next gradient
+        keeps = keeps or any(state.feeds_back(method) for method in state.rules.methods)
         return dataclasses.replace(state, error_feedback=keeps)
 
     def _rebuilt(self, described: object) -> Compressor:
@@ -386,14 +385,13 @@ def kept_of(now: RunState, following: RunState, scheduled: Mapping[str, object])
 
 
 def resumed(own: RunState, kept: Mapping[str, object]) -> tuple[RunState, RunState, dict[str, object]]:
-    """Return the arguments of ``kept_of`` from its result, in a run with the settings ``own``; ``own`` where equal.
+    """Return the arguments of ``kept_of`` from its result, in a run with the user's settings ``own``.
 
     Raises:
         ValueError: see ``RunState.resumed``. If ``kept`` is something else, also TypeError, LookupError and others.
     """
     now, following = (own.resumed(running).bound(own.rules.kinds) for running in (kept, coming(kept)))
     scheduled = dict(mapping("scheduled", kept["scheduled"])) if own.follows(kept) else {}
-    now = own if now == own else now
     return now, now if following == now else following, scheduled
 
 
