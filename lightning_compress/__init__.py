@@ -19,6 +19,7 @@ from lightning_compress.reducers import Reducer, ReducerPlan
 
 if TYPE_CHECKING:
     from lightning_compress.callbacks.meprop import MeProp
+    from lightning_compress.callbacks.minibatch_size import MinibatchSize
     from lightning_compress.callbacks.monitor import CommunicationMonitor
     from lightning_compress.callbacks.profile import StepProfile
     from lightning_compress.callbacks.sufficient_factors import SufficientFactors
@@ -36,6 +37,7 @@ _LIGHTNING = {
     "LocalSGDStrategy": "strategies.constructors",
     "MeProp": "callbacks.meprop",
     "MeSimp": "contrib.mesimp",
+    "MinibatchSize": "callbacks.minibatch_size",
     "StepProfile": "callbacks.profile",
     "SufficientFactors": "callbacks.sufficient_factors",
     "ThetaRecovery": "contrib.theta_recovery",
@@ -82,6 +84,7 @@ __all__ = [
     "LocalSGDStrategy",
     "MeProp",
     "MeSimp",
+    "MinibatchSize",
     "Moniqua",
     "Plan",
     "Reducer",

@@ -8,6 +8,7 @@ from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_compress.callbacks.meprop import MePropMixin
+from lightning_compress.callbacks.minibatch_size import MinibatchSizeMixin
 from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
@@ -32,6 +33,10 @@ class CommunicationMonitor(MonitorMixin, Callback):
 
 class MeProp(MePropMixin, Callback):
     """See ``lightning_compress.MeProp``."""
+
+
+class MinibatchSize(MinibatchSizeMixin, Callback):
+    """See ``lightning_compress.MinibatchSize``."""
 
 
 class SufficientFactors(SufficientFactorsMixin, Callback):

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_compress import MinibatchSize
 from lightning_compress.contrib.pruning import shrink
 
 from .loading import own_seed
@@ -222,26 +223,39 @@ class Task(LightningModule, ABC):
         self.facts = checkpoint.get("facts", {})
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Make the optimizer over the groups of weight decay, and the schedule, advanced every step.
+        """Make the optimizer over the groups of weight decay, and the schedule.
+
+        It is advanced every step; with ``MinibatchSize``, which changes the steps of an epoch, every epoch.
 
         Raises:
-            ValueError: the run has no end, so that the schedule has no length.
+            ValueError: the run has no end, so that the schedule has no length, or a warm-up counts steps that change.
         """
         self.trainer.fit_loop.setup_data()  # so that the length of an epoch is known
         total = self.trainer.estimated_stepping_batches
         if not math.isfinite(total) or total < 1:
             raise ValueError(f"{total} training steps: a schedule needs trainer.max_epochs or trainer.max_steps")
         accumulate = self.trainer.accumulate_grad_batches
+        per_epoch = math.ceil(self.trainer.num_training_batches / accumulate)
         batch, reference = self.batch
         peak = batch * self.trainer.world_size * accumulate / reference if reference else 1.0
         epochs, steps = self.warmup
-        warmup = round(epochs * math.ceil(self.trainer.num_training_batches / accumulate)) if steps is None else steps
-        factor = partial(self.factor, total=int(total), peak=peak, warmup=warmup)
+        by_epoch = any(isinstance(each, MinibatchSize) for each in self.trainer.callbacks)  # type: ignore[attr-defined]
+        if by_epoch and steps:
+            raise ValueError(
+                f"recipe.warmup_steps={steps}: with minibatch=search, schedules count epochs; set "
+                "recipe.warmup_epochs, and recipe.warmup_steps=null"
+            )
+        if by_epoch:
+            total, per_epoch = total / per_epoch, 1
+        warmup = round(epochs * per_epoch) if steps is None else steps
+        factor = partial(self.factor, total=round(total), peak=peak, warmup=warmup)
         if factor(0) != peak and warmup >= total:
             setting = "warmup_epochs" if steps is None else "warmup_steps"
-            rank_zero_warn(f"the warm-up of {warmup} steps outlasts the run of {total}: lower recipe.{setting}")
+            unit = "epochs" if by_epoch else "steps"
+            rank_zero_warn(f"the warm-up of {warmup} {unit} outlasts the run of {round(total)}: lower recipe.{setting}")
         optimizer = self.make_optimizer(parameter_groups(self.model, decay_norm=self.decay_norm))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        interval, scheduler = "epoch" if by_epoch else "step", LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
 
 
 def go_on_reading(trainer: Trainer) -> None:

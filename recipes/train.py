@@ -90,9 +90,9 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
 
 def callbacks(cfg: DictConfig, trainer: Trainer) -> list[Any]:
     """Those beside the trainer's own, which a command line may replace."""
-    backward = [config.build(cfg.backward)] if cfg.get("backward") else []
+    chosen = [config.build(cfg[group]) for group in ("backward", "minibatch") if cfg.get(group)]
     watching = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
-    return [*backward, Recorder(), Outlasted.of(cfg), *([Portrait()] if watching else [])]
+    return [*chosen, Recorder(), Outlasted.of(cfg), *([Portrait()] if watching else [])]
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

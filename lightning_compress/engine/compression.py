@@ -61,6 +61,7 @@ class Compression:
         step: optimizer steps so far.
         epoch: the current epoch; the training loop sets it, for schedules that count epochs.
         meter: counters of bytes, time and error.
+        finite: whether the current step's gradients are finite, and how many steps' were not.
         run_summary: what runs and what it sends, once it was computed.
     """
 
@@ -90,12 +91,11 @@ class Compression:
         self._names = {id(parameter): name for name, parameter in parameters}
         self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self.groups = Groups(parameters, self.lanes, unused, caps)
-        self._finite = FiniteGuard(self.device, settings)
+        self.finite = FiniteGuard(self.device, settings)
         self._passes = Passes(parameters, accumulates, self._optimizers.all_owned)
         self._last_state: StateDict | None = None
         self._last_norm: float | None = None
-        self._stepped, self.active = True, False
-        self.run_summary = RunSummary()
+        self._stepped, self.active, self.run_summary = True, False, RunSummary()
         self._at_close: list[Callable[[], None]] = [self._passes.close]
         self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
@@ -145,7 +145,7 @@ class Compression:
             errors.explain(error, where, self._collective.rank)
         if left_out or self._passes.patience:
             self._passes.made(group.bucket_names, gradients, left_out)
-        self._finite.flags.append((flag, group.names))
+        self.finite.flags.append((flag, group.names))
         if self._drift.every and (self.step + 1) % self._drift.every == 0:
             self._drift.record(group.bucket_names, gradients)
 
@@ -163,15 +163,15 @@ class Compression:
         self.meter.bytes_sent += sent
         self.meter.bytes_dense += dense
         if flag is not None:
-            self._finite.flags.append((flag, names))
+            self.finite.flags.append((flag, names))
 
     def _begin_step(self) -> None:
         """Prepare a step, at its first bucket."""
         self._stepped = False
         if self._passes.open:
-            self.groups.reject(self._finite.found)
-        if self._finite.flags:
-            self._finite.begin_step()
+            self.groups.reject(self.finite.found)
+        if self.finite.flags:
+            self.finite.begin_step()
         if self.settings.options.error_feedback.residual.follows_lr:
             self.groups.scale_residuals(self._optimizers.changes())
         if self.next_settings.options.schedule.courses:
@@ -194,9 +194,9 @@ class Compression:
 
     def _begin_pass(self, names: Sequence[str]) -> None:
         """Begin another backward pass without an optimizer step: its gradients add up, or the step was skipped."""
-        self.groups.reject(self._finite.found)
-        self._finite.note()
-        self._finite.begin_step()
+        self.groups.reject(self.finite.found)
+        self.finite.note()
+        self.finite.begin_step()
         # all ranks have to draw the same random numbers, even if only one of them discards its gradients
         (goes_on,) = consensus.anywhere([self._passes.goes_on(names)], self._collective, self.device)
         self._stepped = not goes_on
@@ -273,7 +273,7 @@ class Compression:
         for line in self._optimizers.take_over(optimizer, workers) if self.active else ():
             if self._collective.rank == 0:
                 log.info(line)
-        return self.active and self._finite.checks and self._scale() is None  # a GradScaler skips such steps itself
+        return self.active and self.finite.checks and self._scale() is None  # a GradScaler skips such steps itself
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Keep the optimizer from stepping with non-finite gradients.
@@ -282,14 +282,14 @@ class Compression:
             FloatingPointError: a gradient is not finite and ``on_nonfinite="raise"``; on all ranks.
         """
         if self._optimizers.owned(optimizer):
-            self._finite.before_step(optimizer, f"step {self.step}: {self.groups.nonfinite}")
+            self.finite.before_step(optimizer, f"step {self.step}: {self.groups.nonfinite}")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Commit the residuals of the optimizer's parameters, unless a gradient was not finite."""
-        if not (names := self._optimizers.owned(optimizer)) or self._finite.refused:
+        if not (names := self._optimizers.owned(optimizer)) or self.finite.refused:
             return
         first = not self._stepped  # a step may have several optimizers, or an optimizer inside another one
-        rejected = self._finite.rejected(optimizer, names, first)
+        rejected = self.finite.rejected(optimizer, names, first)
         follows, ended = self.settings.options.error_feedback.residual.follows_lr, self._passes.end(names, first)
         moved = names - self._optimizers.stepped(optimizer) if follows else names
         for group in self.groups.all:
@@ -312,7 +312,7 @@ class Compression:
     def roll_back(self) -> None:
         """Discard what was averaged since an optimizer stepped, as ``zero_grad`` before the next backward does."""
         if not self._stepped:
-            self._finite.note()
+            self.finite.note()
             self._passes.drop()
             for state in self.groups.states():
                 state.roll_back()
@@ -343,14 +343,14 @@ class Compression:
         self.settings = self.next_settings = before.next_settings.bound(kinds)
         self._scheduled = before._scheduled
         self.meter.follow(before.meter)
-        self._finite.count.copy_(before._finite.count)
+        self.finite.count.copy_(before.finite.count)
 
     def reset(self) -> None:
         """Start from step 0 with empty states."""
         for state in self.groups.states():
             state.reset()
         self._optimizers.rates.clear()
-        self._finite.begin_step()
+        self.finite.begin_step()
         self._passes.drop()
         self._stepped, self.step = True, 0
 
@@ -367,7 +367,7 @@ class Compression:
             ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
         norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
-        nonfinite = self._finite.count if self._stepped else self._finite.count + self._finite.found()
+        nonfinite = self.finite.count if self._stepped else self.finite.count + self.finite.found()
         return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(nonfinite)}
 
     @property

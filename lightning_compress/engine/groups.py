@@ -147,7 +147,9 @@ class Groups:
         return group
 
     def restore(self, state: state_dict.StateDict, settings: RunState) -> None:
-        """Rebuild the groups and their states from a validated state; LoCo's errors may be missing.
+        """Restore the groups and their states from a validated state; LoCo's errors may be missing.
+
+        A group that exists as it was saved keeps its plans.
 
         Raises:
             ValueError: a part of it does not fit, or all of it is of other parameters.
@@ -163,9 +165,18 @@ class Groups:
             log.warning("the checkpoint's state of %s is ignored: the model trains no such parameter", listed(dropped))
         for saved in state_dict.reordered(state, self._shapes, self.orders):
             if names := [name for name in saved["names"] if name in self._shapes]:
-                group = self.add(names, settings, had_residual=True)
+                group = self._find(names, settings, saved["states"]) or self.add(names, settings, had_residual=True)
                 state_dict.fill(group.states, saved, names, dispensable=(LOCO,))
                 group.adopted()
+
+    def _find(self, names: Sequence[str], settings: RunState, kinds: Collection[str]) -> Group | None:
+        """Return the group of these parameters, if it has equal settings and these kinds of states."""
+        for group in self.all:
+            same = list(group.bucket_names) == list(names) and group.states.keys() == set(kinds)
+            if same and group.settings == settings:
+                group.settings = settings  # or its bucket would rebuild it
+                return group
+        return None
 
     def states(self) -> list[State]:
         """Return all states of all groups."""

@@ -52,7 +52,7 @@ def option(path: Path) -> list[str]:
 PACKAGED = [
     path
     for path in FILES
-    if path.parent.name in ("backward", "compressor", "exchange", "strategy", "monitor", "recovery")
+    if path.parent.name in ("backward", "compressor", "exchange", "minibatch", "strategy", "monitor", "recovery")
     and name(path) != "backward=none"  # which is nothing
 ]
 
@@ -67,7 +67,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups() -> None:
     groups = {path.parent.name for path in FILES}
     wanted = (
-        "recipe optimizer data compressor exchange strategy monitor recovery backward trainer logger experiment debug"
+        "recipe optimizer data compressor exchange strategy monitor recovery backward minibatch trainer logger "
+        "experiment debug"
     )
     assert groups == set(wanted.split())
 
@@ -101,8 +102,7 @@ def test_head_comment_has_a_command_that_composes(path: Path) -> None:
         assert all(length < steps for length in Outlasted.of(cfg).phases.values()) or path.parent.name == "debug"
     if cfg.trainer.accelerator != "gpu":
         trainer = build(cfg.trainer)
-        if cfg.get("backward"):
-            trainer.callbacks.insert(0, build(cfg.backward))
+        trainer.callbacks[:0] = [build(cfg[group]) for group in ("backward", "minibatch") if cfg.get(group)]
         refuse_idle(cfg, trainer)
 
 

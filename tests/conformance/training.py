@@ -3,6 +3,7 @@
 import warnings
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,6 +34,13 @@ def train(compressor, make=Net, settings=(), resume=None, model=None, **options)
         trainer = trainer_of(strategy_of(compressor, **dict(settings)), **options)
         trainer.fit(model, loader(digits()), ckpt_path=resume)
     return trainer, model
+
+
+def kept_of(trainer):
+    """Everything that a compression keeps from step to step on this rank, in one vector."""
+    state = trainer.strategy.compression.state_dict()
+    numbers = [one["numbers"] for group in state["groups"] for _, one in sorted(group["states"].items())]
+    return torch.cat([each.reshape(-1).clone().float() for each in numbers]).numpy() if numbers else np.zeros(0)
 
 
 def outcome(trainer, model):

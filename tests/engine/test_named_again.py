@@ -152,7 +152,7 @@ def test_a_model_that_is_wrapped_anew_counts_on():
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
         for step in range(3):
             _step(first, model, step, optimizer)
-        first._finite.count.fill_(2)
+        first.finite.count.fill_(2)
         second.follow(first)
         before = first.stats()
         first.close()
