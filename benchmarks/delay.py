@@ -4,8 +4,8 @@
 
 Step time: a step's computing is a sleep, and so is its exchange, beside a real average of a small network; nothing of
 the exchange hides behind backward. Loss: that of all digits after so many steps of an MLP, SGD with a momentum of 0.9
-and a rate that falls to 0, mean of the seeds, at each method's best one of three rates. ``benchmarks.network --set delay`` measures real
-steps over links of a rate.
+and a rate that falls to 0, mean of the seeds, at each method's best one of three rates. ``benchmarks.network --set
+delay`` measures real steps over links of a rate.
 """
 
 from __future__ import annotations

@@ -199,9 +199,9 @@ class DelayedCompression(Compression):
             return
         if self._applied is None:
             skip_step(optimizer)
-        elif self._applied.problem and self._finite.checks:
+        elif self._applied.problem and self.finite.checks:
             self._stepping = False  # it may raise
-            self._finite.refuse(optimizer, self._applied.problem)
+            self.finite.refuse(optimizer, self._applied.problem)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that the optimizer has stepped; its states were committed before."""
@@ -331,10 +331,10 @@ class DelayedCompression(Compression):
         with self.lanes.turn.held(), self.lanes.taken():  # until the last buckets are averaged
             if self.workers.failed:
                 return
-            names, rejected = set(self._names.values()), self._finite.found()
+            names, rejected = set(self._names.values()), self.finite.found()
             if rejected:
                 average.problem = f"step {self.step}: {self.groups.nonfinite}"
-            self._finite.note()
+            self.finite.note()
             ended = self._passes.end(names)
             for state in self.groups.states():
                 state.commit(rejected, names, ended)
