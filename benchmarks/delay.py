@@ -4,14 +4,15 @@
 
 Step time: a step's computing is a sleep, and so is its exchange, beside a real average of a small network; nothing of
 the exchange hides behind backward. Loss: that of all digits after so many steps of an MLP, SGD with a momentum of 0.9
-and a rate that falls to 0, mean of the seeds, at each method's best one of three rates. ``benchmarks.network --set delay`` measures real
-steps over links of a rate.
+and a rate that falls to 0, mean of the seeds, at the best of three rates. Real steps over links of a rate:
+``benchmarks.network --set delay``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import statistics
 import tempfile
@@ -108,6 +109,7 @@ def loss(method: str, delay: int, rate: float, steps: int, seed: int) -> float:
 def rank_main(rank: int, given: argparse.Namespace, folder: str) -> None:
     """Measure on one rank; rank 0 writes what it found."""
     torch.set_num_threads(1)
+    logging.getLogger("lightning_compress").setLevel(logging.WARNING)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.ranks)
     seconds = given.computing_ms / 1e3, given.exchange_ms / 1e3
     times = {method: [step_ms(method, delay, *seconds) for delay in (0, 1)] for method in ("float32", "rotated")}
