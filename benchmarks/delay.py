@@ -4,14 +4,16 @@
 
 Step time: a step's computing is a sleep, and so is its exchange, beside a real average of a small network; nothing of
 the exchange hides behind backward. Loss: that of all digits after so many steps of an MLP, SGD with a momentum of 0.9
-and a rate that falls to 0, mean of the seeds, at each method's best one of three rates. ``benchmarks.network --set
-delay`` measures real steps over links of a rate.
+and a rate that falls to 0, mean of the seeds. Real steps over links of a rate:
+``benchmarks.network --set delay``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import logging
 import multiprocessing
 import statistics
 import tempfile
@@ -108,15 +110,14 @@ def loss(method: str, delay: int, rate: float, steps: int, seed: int) -> float:
 def rank_main(rank: int, given: argparse.Namespace, folder: str) -> None:
     """Measure on one rank; rank 0 writes what it found."""
     torch.set_num_threads(1)
+    logging.getLogger("lightning_compress").setLevel(logging.WARNING)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.ranks)
     seconds = given.computing_ms / 1e3, given.exchange_ms / 1e3
     times = {method: [step_ms(method, delay, *seconds) for delay in (0, 1)] for method in ("float32", "rotated")}
-    losses: dict[str, list[float]] = {}
-    for method in METHODS:
-        losses[method] = []
-        for delay in (0, 1):
-            runs = [[loss(method, delay, rate, given.steps, seed) for seed in range(given.seeds)] for rate in RATES]
-            losses[method].append(min(statistics.mean(each) for each in runs))
+    losses: dict[str, list[dict[float, float]]] = {method: [{}, {}] for method in METHODS}
+    for method, delay, rate in itertools.product(METHODS, (0, 1), RATES):
+        runs = [loss(method, delay, rate, given.steps, seed) for seed in range(given.seeds)]
+        losses[method][delay][rate] = statistics.mean(runs)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps({"ms": times, "loss": losses}))
     dist.destroy_process_group()
@@ -146,10 +147,11 @@ def main() -> None:
         over = f"{now / given.computing_ms:.2f}, {late / given.computing_ms:.2f}"
         table.add_row(method, f"{now:.1f} ms", f"{late:.1f} ms", over, f"{now / late:.2f} x")
     Console().print(table)
-    title = f"loss after {given.steps} steps, {given.ranks} ranks, mean of {given.seeds} seeds"
-    table = Table("method", "delay 0", "delay 1", title=title)
-    for method, (now, late) in found["loss"].items():
-        table.add_row(method, f"{now:.4f}", f"{late:.4f}")
+    title = f"loss after {given.steps} steps, by learning rate, {given.ranks} ranks, mean of {given.seeds} seeds"
+    table = Table("method", "delay", *map(str, RATES), title=title)
+    for method, delays in found["loss"].items():
+        for delay, by_rate in enumerate(delays):
+            table.add_row(method, str(delay), *(f"{value:.4f}" for value in by_rate.values()))
     Console().print(table)
     if given.json:
         given.json.write_text(json.dumps(found, indent=2))

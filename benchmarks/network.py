@@ -5,7 +5,7 @@
     sudo python -m benchmarks.network --ranks 2,4,8 --rates 100mbit,1gbit,10gbit --plot steps.png --json steps.json
     sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers
     sudo python -m benchmarks.network --rate 100mbit --set local --model transformer --steps 60
-    sudo python -m benchmarks.network --rate 1gbit --set delay              # averages applied a step later, and at once
+    sudo python -m benchmarks.network --rate 1gbit --set delay              # averages applied at once and a step later
     sudo python -m benchmarks.network --rate 100mbit --delay-ms 10          # a round trip of 10 ms: sites far apart
     sudo python -m benchmarks.network --trainer --model resnet20 --methods bf16,onebit --delay-ms 10
 

@@ -62,7 +62,8 @@ class Measuring:
         names, rounds = list(self._times), self._told["rounds"]
         for number in range(rounds):
             for name in names[number:] + names[:number]:
-                self._one_round(name, self._told["steps"] // rounds)
+                one_round = self._delayed_steps if delayed(name) else self._one_round
+                one_round(name, self._told["steps"] // rounds)
         medians = {name: 1e3 * statistics.median(each) for name, each in self._times.items()}
         sent = {name: statistics.median(each) for name, each in self._wire.items()}
         return {"ms": medians, "wire_bytes": sent, **self._found}
@@ -73,9 +74,6 @@ class Measuring:
         module = MODELS[self._told["model"]][0]()
         if alone := local(name, module):
             self._local_steps(name, module, alone, max(2, steps // alone.every))
-            return
-        if delayed(name):
-            self._delayed_steps(name, module, steps)
             return
         recorder = Recorder(name, module, self._turn) if self._told.get("record") else None
         model, compression = (recorder.model, recorder.compression) if recorder else make(name)(module)
@@ -103,9 +101,10 @@ class Measuring:
         del model, module, stepper, compression, recorder
         gc.collect()
 
-    def _delayed_steps(self, name: str, module: torch.nn.Module, steps: int) -> None:
+    def _delayed_steps(self, name: str, steps: int) -> None:
         """Steps whose averages travel beside the next ones; ranks do not meet in between, which would wait for them."""
-        model, compression = make(name)(module)
+        torch.manual_seed(0)
+        model, compression = make(name)(MODELS[self._told["model"]][0]())
         assert compression is not None
         stepper, inputs = optimizer(model), batch(self._told["model"], dist.get_rank())
         with hearing_auto() as said, counting_bits() as bits:

@@ -81,6 +81,17 @@ def test_local_steps_are_whole_rounds():
 
 
 @root
+def test_steps_with_a_delay_send_what_those_without_one_do():
+    names = ["rotated", "rotated delay 1"]
+    found = network.measure(2, "1gbit", "resnet20", names, 4, 1, warm=2)
+    now, late = (found["formula_bytes"][name] for name in names)
+    assert now == late
+    assert found["wire_bytes"]["rotated delay 1"] == pytest.approx(late, rel=0.1)
+    assert found["bits"]["rotated"] == found["bits"]["rotated delay 1"]
+    assert found["ms"]["rotated delay 1"] > 0
+
+
+@root
 def test_links_are_as_slow_as_asked():
     with lab.Lab(2, "10mbit") as built:
         said = subprocess.run(
@@ -186,6 +197,7 @@ def test_lists_of_rates_and_ranks(monkeypatch):
     for name in ("terngrad, 2 bits", "PyTorch bf16", "PyTorch PowerSGD 1"):
         assert name in parse(monkeypatch, "--set", "2_bits,papers,local").methods
     assert "PyTorch bf16" in parse(monkeypatch, "--validate").methods
+    assert {"rotated", "rotated delay 1", "DDP"} < {*parse(monkeypatch, "--set", "delay").methods}
 
 
 @pytest.mark.parametrize(
@@ -197,6 +209,7 @@ def test_lists_of_rates_and_ranks(monkeypatch):
         (["--record", "x.json", "--validate"], "different tasks"),
         (["--validate", "--methods", "PyTorch PowerSGD 1"], "cannot be recorded"),
         (["--validate", "--rates", "none"], "links of a set speed"),
+        (["--validate", "--methods", "rotated delay 1"], "travel beside the next step"),
         (["--trainer", "--validate"], "records and replays nothing"),
         (["--trainer", "--methods", "DDP"], "none of CompressedDDPStrategy's"),
         (["--delay-ms", "-3"], "must be a round trip"),
