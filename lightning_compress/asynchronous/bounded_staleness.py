@@ -52,7 +52,7 @@ POLL_S, PING_S = 0.05, 1.0
 """While a rank waits: seconds between two looks at the links, and between two questions whether late ranks live."""
 
 Check = Callable[[], object]
-"""Called all the time while a rank waits; may raise what ends the wait."""
+"""Called all the time while a rank waits; may raise what ends the wait, or pause and resume."""
 
 
 class BoundedStaleness:
@@ -61,7 +61,8 @@ class BoundedStaleness:
     Threads of other ranks' questions add what arrives to ``SharedModel.moved``; the parameters change in ``wait``,
     ``end`` and ``pause`` alone, which the training thread calls. Besides the parameters it keeps 12 bytes for each: the
     model before the step, what has moved it, and what was not sent. Up to ``2 s + 2`` messages of this rank are on
-    their way to a neighbour behind a slow link; of each other rank at most 2 wait here until a step may see them.
+    their way to a neighbour behind a slow link; of each other rank at most 2 wait here until a step may see them, or
+    ``s + 1`` while this rank has not left a meeting.
 
     Args:
         parameters: that are trained, by name: float32, on the CPU, equal on all ranks.
