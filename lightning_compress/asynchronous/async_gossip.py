@@ -106,6 +106,7 @@ class AsyncGossip(Synchroniser):
             if device.type != "cpu":
                 raise ValueError(f"{self.kind} trains on CPUs as yet, and the model is on {device}; use GossipStrategy")
             self._topology = build_topology(self._topology_given, ranks.size)
+            self._topology.check_symmetric("adpsgd")
             if self._topology.varies:
                 raise ValueError(
                     f"topology {self._topology.name}: its edges change from round to round, and ranks that do not wait "

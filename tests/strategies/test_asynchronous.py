@@ -243,6 +243,8 @@ REFUSED = [
     ({}, {"callbacks": [ModelCheckpoint("unused", every_n_train_steps=2)]}, "every_n_train_steps=2"),
     ({"topology": "one_peer"}, {}, "edges change from round to round"),
     ({"topology": [[0.5, 0.5], [0.4, 0.6]]}, {}, "sums to"),
+    ({"topology": [[0.6, 0.4], [0.4, 0.4]]}, {}, "sums to"),
+    ({"topology": [[0.4, 0.5], [0.6, 0.5]]}, {}, "must be symmetric"),
 ]
 
 
