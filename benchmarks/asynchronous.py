@@ -50,7 +50,8 @@ def straggler(ranks: list[int], seconds: float, out: Console) -> None:
 def _speed(job: Job) -> float:
     found = run(job)
     others = zip(found["steps"][:-1], found["seconds"][:-1], strict=True)
-    return statistics.mean(steps / seconds for steps, seconds in others)
+    speeds = [float(steps) / float(seconds) for steps, seconds in others]
+    return statistics.mean(speeds)
 
 
 KEYS = ("method", "ranks", "batches", "seed", "slow", "rate")
@@ -59,8 +60,7 @@ KEYS = ("method", "ranks", "batches", "seed", "slow", "rate")
 def accuracy(path: Path, seeds: list[int], ranks: int, batches: int, rate: float, out: Console) -> None:
     """Train what is missing in the CSV file, and print means over the seeds, and differences from D-PSGD."""
     jobs = [Job(method, ranks, batches, seed=seed, rate=rate) for seed in seeds for method in METHODS]
-    slow = {"slow": SLOW, "sleep_s": 0.002}
-    jobs += [Job("AD-PSGD", ranks, batches, seed=seed, rate=rate, **slow) for seed in seeds]  # type: ignore[arg-type]
+    jobs += [Job("AD-PSGD", ranks, batches, seed=seed, sleep_s=0.002, slow=SLOW, rate=rate) for seed in seeds]
     rows = _rows(path)
     for job in jobs:
         key = tuple(str(getattr(job, name)) for name in KEYS)

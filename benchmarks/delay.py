@@ -63,7 +63,7 @@ def begin(module: nn.Module, method: str, delay: int, rate: float) -> tuple[nn.M
     model, optimizer = DistributedDataParallel(module), torch.optim.SGD(module.parameters(), rate, momentum=0.9)
     # without a hook, float32 would not be slowed
     given = {"on_nonfinite": "skip"} if method == "float32" else {"schedule": "none"}
-    return model, optimizer, attach(model, METHODS[method], delay=delay, optimizer=optimizer, **given)
+    return model, optimizer, attach(model, METHODS[method], delay=delay, optimizer=optimizer, **given)  # type: ignore[arg-type]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor) -> None:

@@ -74,7 +74,7 @@ def serve(rank: int, folder: str, victim: int, step: int, number: int, compresso
     loaders = DataLoader(data, 8, shuffle=True), DataLoader(data, 32)
     warnings.simplefilter("ignore")
     strategy = AsyncGossipStrategy(compressor=compressor, answer_timeout=TIMEOUT_S)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = pl.Trainer(
         accelerator="cpu", devices=RANKS, strategy=strategy, max_epochs=4, enable_checkpointing=False, **quiet
     )
@@ -103,7 +103,9 @@ def trial(victim: int, step: int, number: int, compressor: str | None) -> tuple[
             each.join()
         begun = float(Path(folder, "fault").read_text()) if Path(folder, "fault").exists() else float("nan")
         ends = [Path(folder, f"ended{rank}") for rank in others]
-        told = [json.loads(each.read_text()) if each.exists() else {"said": "did not end"} for each in ends]
+        told: list[dict[str, Any]] = [
+            json.loads(each.read_text()) if each.exists() else {"said": "did not end"} for each in ends
+        ]
     seconds = [each.get("at", float("inf")) - begun for each in told]
     said = [each.get("said", "nothing: it ended without an error") for each in told]
     return seconds, [f"rank {victim} " in each.partition(": ")[2] for each in said], said
