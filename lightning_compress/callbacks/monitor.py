@@ -42,7 +42,8 @@ class MonitorMixin:
         """Log a step that ended in this batch, if it is due, in the row of Lightning's own figures of it."""
         if not _tells(trainer):
             return
-        steps, every = trainer.strategy.compression.meter.steps, trainer.log_every_n_steps
+        compression, every = trainer.strategy.compression, trainer.log_every_n_steps
+        steps = getattr(compression, "begun", compression.meter.steps)  # with a delay, the last one may be in flight
         before, self._steps = self._steps, steps
         row = trainer.fit_loop.epoch_loop._batches_that_stepped  # what LearningRateMonitor and self.log go by
         if not every or steps == before or (row + 1) // every == self._due:

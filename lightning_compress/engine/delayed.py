@@ -54,6 +54,7 @@ class DelayedCompression(Compression):
     Attributes:
         workers: the threads that average; the hook sets them.
         in_flight: the average that the next step applies, or None.
+        begun: steps whose averages are made or in flight.
     """
 
     workers: Workers
@@ -71,7 +72,7 @@ class DelayedCompression(Compression):
         self._averaged = Average()  # the step that the threads average
         self.in_flight: Average | None = None
         self._applied: Average | None = None
-        self._begun = 0
+        self.begun = 0
         self._stepping = self._applied_in_step = False
         self._gave_up = self._holds = False
         super().__init__(module, settings, collective, lambda: self._averaged.scale, *more, **named)
@@ -114,7 +115,7 @@ class DelayedCompression(Compression):
     def begin(self) -> Average:
         """Return a new average, at the first bucket of a step."""
         rate = self._optimizers.rate() if self.next_settings.options.schedule.by_rate else None
-        self._begun += 1
+        self.begun += 1
         return Average(self.loss_scale(), self.epoch, rate, self._applied)
 
     def apply(self, average: Average, buckets: Iterable[tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]) -> None:
@@ -209,7 +210,7 @@ class DelayedCompression(Compression):
 
     def before_forward(self) -> None:
         """See ``Compression``."""
-        if self._drift.due(self._begun):
+        if self._drift.due(self.begun):
             self.settle()
             super().before_forward()
 
@@ -252,7 +253,7 @@ class DelayedCompression(Compression):
         A rank that did not take the last step, because another had failed, saved an average that rank 0's model has.
         """
         super().load_state_dict(state)
-        self._begun = self.step
+        self.begun = self.step
         scale, means, problem = 1.0, dict[str, Tensor](), None
         try:
             shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
@@ -288,14 +289,14 @@ class DelayedCompression(Compression):
     def follow(self, before: Compression) -> None:
         """See ``Compression``; what was in flight is dropped, as residuals are."""
         super().follow(before)
-        self._begun = self.step
+        self.begun = self.step
 
     def reset(self) -> None:
         """See ``Compression``; what is in flight is dropped."""
         self.settle()
         super().reset()
         self.in_flight = self._applied = None
-        self._begun = 0
+        self.begun = 0
 
     def stats(self) -> dict[str, float]:
         """See ``Compression``; waits for what is under way."""

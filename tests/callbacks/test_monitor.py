@@ -1,8 +1,10 @@
 """What the monitor tells the loggers."""
 
 import csv
+import time
 import warnings
 from functools import partial
+from unittest import mock
 
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -10,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_compress import CommunicationMonitor, CompressedDDPStrategy, LocalSGDStrategy
+from lightning_compress.engine.compression import Compression
 from tests.engine.test_modes import TwoOptimizers
 from tests.helpers.training import Net, fit
 
@@ -34,9 +37,9 @@ class Memory(Logger):
         self.hyperparameters = dict(params)
 
 
-def _logged(compressor, steps=7, every=3):
+def _logged(compressor, steps=7, every=3, **settings):
     memory = Memory()
-    strategy = CompressedDDPStrategy(compressor)
+    strategy = CompressedDDPStrategy(compressor, **settings)
     trainer, _ = fit(strategy, steps, callbacks=[CommunicationMonitor()], loggers=memory, log_every_n_steps=every)
     return memory.rows, {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
 
@@ -55,6 +58,28 @@ def test_traffic_time_and_error_reach_the_loggers(pools, compressor):
         assert 0 < figures["relative_error"] < 1
         assert (figures["residual_norm"] > 0) == (compressor != "bf16")
     assert bar["comm/ratio"] == pytest.approx(rows[5]["comm/ratio"])
+
+
+def _slowly():
+    """With averages that are in flight when a batch ends."""
+    reduce = Compression.reduce
+
+    def slow(*given):
+        time.sleep(0.05)
+        reduce(*given)
+
+    with mock.patch.object(Compression, "reduce", slow):
+        return _logged("onebit", delay=1)
+
+
+def test_with_a_delay_the_rows_are_the_same(pools):
+    rows, _ = pools[2].run(_slowly)[0]
+    assert sorted(rows) == [2, 5]
+    for step, row in rows.items():
+        assert row["comm/steps"] == step + 1
+        assert row["comm/total_bytes_sent"] == (step + 1) * row["comm/bytes_sent"]
+        assert row["comm/encode_ms"] > 0
+        assert row["comm/wait_ms"] > 1  # this network computes for less than 50 ms
 
 
 def test_a_dense_baseline_is_logged_too(pools):
