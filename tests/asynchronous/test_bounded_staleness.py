@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from lightning_compress.asynchronous import bounded_staleness
-from lightning_compress.asynchronous.bounded_staleness import BoundedStaleness
+from lightning_compress.asynchronous.bounded_staleness import PAUSE, UPDATE, BoundedStaleness
 from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.collectives.links import GoneError, Links
+from lightning_compress.collectives.links import GoneError, Links, Message
 from tests.helpers.lives import live
 from tests.helpers.training import digits
 
@@ -236,6 +236,37 @@ def test_ranks_leave_a_meeting_at_different_times(pools):
     for model, clock in found:
         assert model.equal(found[0][0])
         assert clock == 2 * 20
+
+
+def _update(rank, clock, by):
+    """What a rank of three sends of a step in which its only parameter grew by so much."""
+    parameter = torch.zeros(5)
+    sender = BoundedStaleness({"a": parameter}, SSP(3), rank, 3)
+    sender.begin()
+    parameter += by
+    sender.end()
+    return Message(UPDATE, clock, 0.0, sender._held[0][2])
+
+
+def test_what_comes_from_behind_a_meeting_waits_until_it_is_over():
+    parameter = torch.zeros(5)
+    method = BoundedStaleness({"a": parameter}, SSP(3), 0, 3)
+    method.answer(1, _update(1, 0, 3.0))
+    met = threading.Thread(target=method.pause)
+    met.start()
+    while not method.paused:
+        time.sleep(0.01)
+    method.answer(1, Message(PAUSE, 1, 0.0, torch.empty(0)))
+    method.answer(2, _update(2, 0, 6.0))
+    method.answer(1, _update(1, 2, 12.0))  # it has left already: rank 2 has paused, as it knows and this rank does not
+    method.answer(2, _update(2, 1, 24.0))
+    method.answer(2, Message(PAUSE, 2, 0.0, torch.empty(0)))
+    met.join()
+    assert parameter.tolist() == [3 / 3 + 6 / 3 + 24 / 3] * 5
+    assert method.clock == 2
+    method.resume()
+    method.wait()
+    assert parameter.tolist() == [(3 + 6 + 24 + 12) / 3] * 5
 
 
 def _trained(compressor, staleness, steps):
