@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._arguments import above_zero, file_to_write, positive
+from benchmarks._digits import digits
 from lightning_compress import Compression, attach
 
 METHODS: dict[str, Any] = {
@@ -48,14 +49,6 @@ def network(seed: int) -> nn.Module:
     """An MLP for digits, equal on all ranks."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-def digits() -> tuple[Tensor, Tensor]:
-    """Images ``[n, 64]`` and labels."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    return torch.tensor(data.data, dtype=torch.float32) / 8 - 1, torch.tensor(data.target)
 
 
 def begin(module: nn.Module, method: str, delay: int, rate: float) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import nn
 
 from benchmarks._arguments import plain_errors, positive
+from benchmarks._digits import digits
 from lightning_compress.asynchronous.bounded_staleness import BoundedStaleness
 from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.collectives import Collective, run_threads
@@ -68,7 +68,7 @@ def train(settings: SSP, ranks: int, steps: int, rate: float, seed: int, sleep: 
 
 
 def _rank(ranks: Collective, settings: SSP, steps: int, rate: float, seed: int, sleep: Sleep) -> Run:
-    images, labels = _digits()
+    images, labels = digits()
     net = _net(seed)
     optimizer = torch.optim.SGD(net.parameters(), rate, momentum=MOMENTUM)
     draw, coin = (torch.Generator().manual_seed(1000 * seed + 2 * ranks.rank + which) for which in (0, 1))
@@ -94,13 +94,7 @@ def _rank(ranks: Collective, settings: SSP, steps: int, rate: float, seed: int, 
     links.close()
     with torch.no_grad():
         loss = float(nn.functional.cross_entropy(net(images), labels))
-    lead = sum(ahead * count for ahead, count in method.leads.items()) / steps
-    return Run(seconds, waited, lead, loss, sum(links.sent.values()) / len(others) / steps)
-
-
-def _digits() -> tuple[torch.Tensor, torch.Tensor]:
-    data = load_digits()
-    return torch.tensor(data.data, dtype=torch.float32) / 8 - 1, torch.tensor(data.target)
+    return Run(seconds, waited, method.figures()["staleness"], loss, sum(links.sent.values()) / len(others) / steps)
 
 
 def _net(seed: int) -> nn.Module:

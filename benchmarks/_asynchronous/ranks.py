@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from benchmarks._digits import digits
 from benchmarks._network.lab import die_with_parent
 from lightning_compress.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.asynchronous.pairwise import PairwiseAverage
@@ -66,8 +66,7 @@ class Data:
     """Handwritten digits; a batch follows from its number alone."""
 
     def __init__(self, seed: int) -> None:
-        found = load_digits()
-        images, labels = torch.tensor(found.data, dtype=torch.float32) / 8 - 1, torch.tensor(found.target)
+        images, labels = digits()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         self._images, self._labels, self._seed = images[order], labels[order], seed
 

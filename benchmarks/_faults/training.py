@@ -7,16 +7,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks._digits import digits
 from lightning_compress import CompressedDDPStrategy
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -63,13 +62,6 @@ class Job:
     def checkpoints(self) -> str:
         """Where they are."""
         return f"{self.folder}/checkpoints"
-
-
-@cache
-def digits() -> tuple[Tensor, Tensor]:
-    """Images ``[1797, 64]`` and labels of handwritten digits."""
-    data = load_digits()
-    return torch.tensor(data.data, dtype=torch.float32) / 8 - 1, torch.tensor(data.target)
 
 
 class Net(pl.LightningModule):

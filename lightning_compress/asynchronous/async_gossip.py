@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,14 +25,19 @@ from lightning_compress.core import errors
 from lightning_compress.core.errors import ExchangeError
 from lightning_compress.engine.checks import check_initialized
 from lightning_compress.gossip.topology import Topology, build_topology
+from lightning_compress.periodic.gossip import mixed_parameters
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.settings.automatic import Automatic
-from lightning_compress.settings.parsing import truth
+from lightning_compress.settings.parsing import must, truth, whole
 from lightning_compress.settings.rules import kinds_of
 
 ALGORITHMS: dict[str, type[ADPSGD] | type[SSP]] = {"adpsgd": ADPSGD, "ssp": SSP}
 BATCHES = FIRST
 """The counter of batches that ranks have taken in an epoch."""
+_patience = must(
+    lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf,
+    "a number of seconds above 0, such as 30",
+)
 _NAMED_S = 1.0
 """Seconds in which the links can name a rank whose death has broken a collective."""
 
@@ -83,11 +89,8 @@ class AsyncGossip(Synchroniser):
         seed: int = 0,
     ) -> None:
         super().__init__("mean", ("mean",), buffers)
-        number = isinstance(answer_timeout, int | float) and not isinstance(answer_timeout, bool)
-        if not number or not 0 < answer_timeout < float("inf"):
-            raise ValueError(f"answer_timeout={answer_timeout!r} must be a number of seconds above 0, such as 30")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed={seed!r} must be an integer of 0 or more")
+        _patience("answer_timeout", answer_timeout)
+        whole("seed", seed)
         self.share_work = bool(truth("share_work", share_work))
         self._settings = _settings(algorithm, compressor, seed)
         if isinstance(self._settings, SSP) and topology is not None:
@@ -113,19 +116,12 @@ class AsyncGossip(Synchroniser):
                     "have no rounds; use 'ring', 'exponential' or 'complete'"
                 )
             graph = self._topology.checksum
-            if kinds := {str(each.dtype) for each in self._trained(model).values()} - {"torch.float32"}:
-                raise ValueError(
-                    f"parameters are {', '.join(sorted(kinds))}, and gossip averages float32 parameters only; use "
-                    "precision='32-true', '16-mixed' or 'bf16-mixed'"
-                )
+            mixed_parameters(model, self.may_unfreeze)
         except ValueError as error:  # a file may be missing on one rank only
             problem = error
         settings = self._settings, graph, self.share_work, self._timeout, self.rules
         self._compare(settings, problem, ranks, device)
         self.rules.check(dict(model.named_buffers()))
-
-    def _trained(self, model: nn.Module) -> dict[str, Tensor]:
-        return {name: each for name, each in model.named_parameters() if each.requires_grad or self.may_unfreeze}
 
     def _start(self) -> None:
         if any(isinstance(each, LBFGS) for each in self.optimizers):
@@ -133,7 +129,7 @@ class AsyncGossip(Synchroniser):
                 "LBFGS calls its closure several times a step, with other parameters each time, while neighbours move "
                 "them; use another optimizer, or GossipStrategy"
             )
-        trained, ranks = self._trained(self.model), self.ranks
+        trained, ranks = mixed_parameters(self.model, self.may_unfreeze), self.ranks
         self._names = dict.fromkeys(trained)
         self.meters = [Meter(self.device)]
         self._apart = ranks.apart()
@@ -238,12 +234,12 @@ class AsyncGossip(Synchroniser):
 
     def _settle(self) -> None:
         """Apply what neighbours have moved; nobody asks any more. Collective."""
+        most = torch.tensor([self.attempts])
         with self._named():
             self._method.settle(self._look)
-        self.paused = True
-        most = torch.tensor([self.attempts])
-        with self._named(), errors.explained("meeting the others", self.ranks.rank):
-            self._apart.all_reduce(most, "max")
+            self.paused = True
+            with errors.explained("meeting the others", self.ranks.rank):
+                self._apart.all_reduce(most, "max")
         self._furthest = int(most)
 
     def resume(self) -> None:

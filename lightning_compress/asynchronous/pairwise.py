@@ -90,7 +90,9 @@ class PairwiseAverage:
 
     def _read(self, peer: int) -> Tensor:
         """Return this rank's model, in memory of the thread that asks this neighbour."""
-        room = self._rooms.setdefault(peer, torch.empty(self._model.numel))
+        if peer not in self._rooms:
+            self._rooms[peer] = torch.empty(self._model.numel)
+        room = self._rooms[peer]
         total = torch.zeros(())
         for part in self._model.chunks():
             total += self._model.read(part, room[part]).sum()  # while it is in the cache

@@ -113,7 +113,7 @@ class Gossip(Synchroniser):
             check_initialized(model)
             self._topology = self._build_topology(ranks.size)
             graph = self._topology.name, self._topology.checksum
-            self._check_dtypes(model)
+            mixed_parameters(model, self.may_unfreeze)
         except ValueError as error:  # a file may be missing on one rank only
             problem = error
         numbers = self._sync_every, self._meet_every, self._seed, self.evaluate, self._averages_states, self.rules
@@ -138,19 +138,8 @@ class Gossip(Synchroniser):
             )
         return topology
 
-    def _mixed(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the parameters that are trained, or may be later."""
-        return {name: each for name, each in model.named_parameters() if each.requires_grad or self.may_unfreeze}
-
-    def _check_dtypes(self, model: nn.Module) -> None:
-        if kinds := {str(each.dtype) for each in self._mixed(model).values()} - {"torch.float32"}:
-            raise ValueError(
-                f"parameters are {', '.join(sorted(kinds))}, and gossip averages float32 parameters only; use "
-                "precision='32-true', '16-mixed' or 'bf16-mixed'"
-            )
-
     def _start(self) -> None:
-        mixed = self._mixed(self.model)
+        mixed = mixed_parameters(self.model, self.may_unfreeze)
         self._layout = Layout.of((name, tuple(each.shape)) for name, each in mixed.items())
         self._mixes = dict.fromkeys(mixed)  # parameters of modules that are added later stay per-rank
         self._algorithm.check_noise(self._compressor, self._layout, self._topology)
@@ -301,6 +290,27 @@ class Gossip(Synchroniser):
         if not self._alone:  # after an abort a rank may still wait in it, until the process exits
             self._mixing.abandon()  # a fit that does not finish leaves messages
             self._apart.close()
+
+
+def mixed_parameters(model: nn.Module, may_unfreeze: bool) -> dict[str, Tensor]:
+    """Return the parameters that gossip averages, by name.
+
+    Args:
+        model: of this rank.
+        may_unfreeze: parameters that are frozen may be trained later.
+
+    Raises:
+        ValueError: one of them is not float32.
+    """
+    mixed: dict[str, Tensor] = {
+        name: each for name, each in model.named_parameters() if each.requires_grad or may_unfreeze
+    }
+    if kinds := {str(each.dtype) for each in mixed.values()} - {"torch.float32"}:
+        raise ValueError(
+            f"parameters are {', '.join(sorted(kinds))}, and gossip averages float32 parameters only; use "
+            "precision='32-true', '16-mixed' or 'bf16-mixed'"
+        )
+    return mixed
 
 
 class _FlatModel:

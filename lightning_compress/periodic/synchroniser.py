@@ -243,7 +243,7 @@ class Synchroniser(ABC):
         """See ``averaged_model``."""
 
     def furthest(self) -> int:
-        """Return the largest number of steps of any rank. Collective: every rank must call it."""
+        """Return the largest number of steps of any rank where all ranks have met last."""
         return self.attempts
 
     @abstractmethod
