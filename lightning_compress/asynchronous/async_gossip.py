@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -372,7 +371,7 @@ def _settings(algorithm: object, compressor: object, seed: int) -> ADPSGD | SSP:
     name = given.pop("name", None)
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(map(repr, ALGORITHMS))}")
-    known = [each for each in inspect.signature(ALGORITHMS[name]).parameters if each not in ("compressor", "seed")]
+    known = list(ALGORITHMS[name].NAMES)
     if unknown := given.keys() - set(known):
         raise ValueError(f"algorithm={algorithm!r}: {name} has no {sorted(unknown)[0]!r}; it has {known or 'nothing'}")
     if not (compressor in (None, "auto") or isinstance(compressor, Automatic)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class ADPSGD:
     1710.06952.
     """
 
+    NAMES: ClassVar[tuple[str, ...]] = ()
     compressor: Moniqua | str | Mapping[str, object] | None = None
     seed: int = 0
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from lightning_compress.corrections import Corrected
 from lightning_compress.exchanges.message import Section
 from lightning_compress.settings import parsing
 from lightning_compress.settings.automatic import Automatic
+from lightning_compress.settings.options import OF_CODECS
 from lightning_compress.settings.parsing import CompressorLike, written
 from lightning_compress.settings.run_state import RunState
 
@@ -21,34 +23,39 @@ _BOUND = parsing.count(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class SSP:
     """Settings of bounded staleness (stale synchronous parallel); equal on all ranks.
 
     Args:
         staleness: by how many steps a rank may be ahead of the slowest; 0: all ranks wait for each other in every step.
         compressor: of the updates: the name, settings or object of a codec.
-        rules: other codecs for some parameters; see ``CompressedDDPStrategy``.
-        min_numel: parameters with fewer elements, and one-dimensional ones, are sent as float32.
-        error_feedback: add what was not sent to the next update. None: where a codec needs it.
         seed: of the codecs' random numbers, 0 or more.
+        **options: those of ``OF_CODECS``, see ``CompressedDDPStrategy``; error feedback is all of it, or none.
 
     Raises:
         ValueError: a value is not allowed, or the compressor is not a codec.
     """
 
-    staleness: int = 4
-    compressor: CompressorLike = "none"
-    rules: Sequence[Mapping[str, object]] = ()
-    min_numel: int = 1024
-    error_feedback: bool | None = None
-    seed: int = 0
+    NAMES: ClassVar = ("staleness", *OF_CODECS)
+    staleness: int
+    compressor: CompressorLike
+    seed: int
+    options: Mapping[str, object]
 
-    def __post_init__(self) -> None:
-        _BOUND("staleness", self.staleness)
-        if self.error_feedback not in (None, True, False):
+    def __init__(
+        self, staleness: int = 4, compressor: CompressorLike = "none", seed: int = 0, **options: object
+    ) -> None:
+        given = {"staleness": staleness, "compressor": compressor, "seed": seed, "options": options}
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        if unknown := options.keys() - set(OF_CODECS):
+            raise ValueError(f"ssp has no {sorted(unknown)[0]!r}; it has {list(self.NAMES)}")
+        _BOUND("staleness", staleness)
+        feedback = options.get("error_feedback")
+        if feedback not in (None, True, False):
             raise ValueError(
-                f"error_feedback={self.error_feedback!r} must be true, false or null: updates keep the whole of what "
+                f"error_feedback={feedback!r} must be true, false or null: updates keep the whole of what "
                 "was not sent, or nothing"
             )
         state = self.compression
@@ -77,9 +84,7 @@ class SSP:
     @cached_property
     def compression(self) -> RunState:
         """Which parameter takes which codec, and what happens to what it does not send."""
-        feedback, rules = self.error_feedback, self.rules
-        options = {"min_numel": self.min_numel, "error_feedback": feedback, "seed": self.seed}
-        return RunState.of(self.compressor, rules=rules, **options)
+        return RunState.of(self.compressor, seed=self.seed, **self.options)
 
     def sections(
         self, parameters: Mapping[str, Tensor], kinds: Mapping[str, str]

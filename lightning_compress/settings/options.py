@@ -39,6 +39,10 @@ def check_gone(names: Collection[str]) -> None:
             raise ValueError(f"{name}= is gone: write {GONE[name]}")
 
 
+OF_CODECS = ("rules", "min_numel", "error_feedback")
+"""Options that say which parameter takes which codec, and what becomes of what that does not send."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Everything that decides what travels, as the user chose it; must be equal on all ranks.
