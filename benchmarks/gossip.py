@@ -5,6 +5,7 @@
 
     python -m benchmarks.gossip pairs
     sudo python -m benchmarks.gossip network --ranks 8 --rate 100mbit --delays 0,10 --json gossip.json
+    sudo python -m benchmarks.gossip network --ranks 8 --rate 100mbit --last 10mbit --delays 0     # uneven links
 
 For accuracy ranks are threads of one process. A run is a row of the CSV file, written when it ends; those that are
 there are not run again, so that it may be interrupted. All methods have the same steps, batches, first weights and
@@ -39,7 +40,7 @@ def main() -> None:
         return
     if arguments.what == "network":
         delays = [float(each) for each in arguments.delays.split(",")]
-        given = arguments.numel, arguments.compute_ms, arguments.steps, arguments.json
+        given = arguments.numel, arguments.compute_ms, arguments.steps, arguments.json, arguments.last
         network.measure(arguments.ranks, arguments.rate, delays, *given)
         return
     if arguments.what == "pairs":
@@ -73,6 +74,7 @@ def parse() -> argparse.Namespace:
     add = links.add_argument
     add("--ranks", type=positive, default=8)
     add("--rate", default="100mbit", help="of each link, as tc writes it")
+    add("--last", help="of the last rank's link, if it is another one")
     add("--delays", default="0,10", help="milliseconds that a round trip takes at least, by commas")
     add("--numel", type=positive, default=269_722, help="parameters; ResNet-20 has 269,722, ResNet-110 1.7 million")
     add("--compute-ms", type=float, default=50.0, help="what a step computes, asleep")

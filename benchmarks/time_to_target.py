@@ -39,7 +39,7 @@ from benchmarks._target.show import TARGETS, draw, show, show_steps, write_csv
 from benchmarks._target.steps import Cell, Steps
 from benchmarks._target.store import FOLDER, Store
 from benchmarks._target.tasks import TASKS, Task
-from benchmarks._target.times import GUESS_S, Times
+from benchmarks._target.times import GUESS_S, RATES, Times
 from benchmarks._target.training import Data
 
 GUESS_BATCH_S = 0.3
@@ -119,10 +119,12 @@ def _next(steps: Steps, failed: set[Cell]) -> Cell | None:
     return next((cell for cell in missing if cell not in failed), None)
 
 
-def measure(times: Times, root: Path, clock: Clock) -> None:
-    """Measure the links that are missing, as far as time allows."""
+def measure(times: Times, root: Path, clock: Clock, links: list[str]) -> None:
+    """Measure the links that are missing, or those that were named, as far as time allows."""
     pace = GUESS_S
     for place in times.missing():
+        if links and place.rate not in links:
+            continue
         if not clock.fits(pace):
             break
         found = times.measure(place, root)
@@ -151,6 +153,7 @@ def parse() -> argparse.Namespace:
     add("--root", type=Path, help="folder that holds multi30k; for steps and times")
     add("--minutes", type=above_zero, help="start nothing that will not end within so many")
     add("--folder", type=Path, default=FOLDER, help="of the cells (docs/results/time_to_target)")
+    add("--links", type=lambda text: text.split(","), default=[], help="rates of links, by commas (all); for times")
     add("--plot", type=file_to_write, help="draw the map of the final target, a PNG; for table")
     add("--csv", type=file_to_write, help="write every method on every link; for table")
     arguments = parser.parse_args()
@@ -158,6 +161,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--root: give the folder that holds multi30k; --part {arguments.part} reads it")
     if arguments.part == "table" and (arguments.minutes or arguments.root):
         parser.error("--root and --minutes change nothing with --part table; leave them out")
+    if (arguments.part != "times" and arguments.links) or set(arguments.links) - set(RATES):
+        parser.error(f"--links {','.join(arguments.links)}: of --part times, some of {','.join(RATES)}")
     if arguments.part != "table" and (arguments.plot or arguments.csv):
         parser.error(f"--plot and --csv are for --part table, not for {arguments.part}")
     return arguments
@@ -173,7 +178,7 @@ def main() -> None:
         if failed := train(Steps(task, store), arguments.root, clock):
             raise RuntimeError(f"{failed} training runs failed; the others are kept")
     elif arguments.part == "times":
-        measure(Times(task, store), arguments.root, clock)
+        measure(Times(task, store), arguments.root, clock, arguments.links)
     else:
         table(Steps(task, store), Times(task, store), arguments.plot, arguments.csv)
 

@@ -1,8 +1,9 @@
-"""Processes that train a small network on handwritten digits by gossip, with a wait for each other or without."""
+"""Processes that train by gossip, with a wait for each other or without: digits, or ResNet-20 on CIFAR-10."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -19,10 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks._digits import digits
+from benchmarks._gossip import training
 from benchmarks._network.lab import die_with_parent
 from lightning_compress.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.asynchronous.pairwise import PairwiseAverage
+from lightning_compress.core.random import mix
 from lightning_compress.periodic.gossip import Gossip
+from recipes.resnet.model import ResNet
 
 METHODS: dict[str, dict[str, Any]] = {
     "D-PSGD": {},
@@ -32,7 +36,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """Arguments of ``AsyncGossip``; none: ``Gossip``, whose ranks wait for each other in each step."""
 TESTED = 500
-"""Images of the test set."""
+"""Digits of the test set."""
+BATCH = 128
+"""Images of CIFAR-10 in a step of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class Job:
         sleep_s: that a batch takes besides, as if it took longer to compute.
         slow: by how much the last rank is slower.
         link_s: that a question of the last rank takes longer, and its answers, too.
-        rate: the learning rate.
+        rate: the learning rate; ResNet-20's falls to 0 as a cosine, with the batches that all ranks have taken.
+        root: holds CIFAR-10's binary files, for ResNet-20; None: handwritten digits.
     """
 
     method: str
@@ -60,15 +67,23 @@ class Job:
     slow: float = 1.0
     link_s: float = 0.0
     rate: float = 0.05
+    root: Path | None = None
 
 
-class Data:
-    """Handwritten digits; a batch follows from its number alone."""
+class Digits:
+    """A network of 13,000 parameters on handwritten digits; a batch follows from its number alone."""
+
+    decay, cosine = 0.0, False
 
     def __init__(self, seed: int) -> None:
         images, labels = digits()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         self._images, self._labels, self._seed = images[order], labels[order], seed
+
+    def network(self) -> nn.Module:
+        """Return the same weights on all ranks."""
+        torch.manual_seed(self._seed)
+        return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def batch(self, number: int, size: int = 16) -> tuple[Tensor, Tensor]:
         """Return the images and labels of a batch."""
@@ -82,6 +97,30 @@ class Data:
             scores = model(self._images[:TESTED])
         right = (scores.argmax(1) == self._labels[:TESTED]).float().mean()
         return float(F.cross_entropy(scores, self._labels[:TESTED])), 100 * float(right)
+
+
+class Pictures:
+    """ResNet-20 on 10,000 images of CIFAR-10, as ``benchmarks.gossip accuracy`` trains it."""
+
+    decay, cosine = training.DECAY, True
+
+    def __init__(self, root: Path, seed: int, ranks: int) -> None:
+        self._data, self._seed, self._size = training.Task(root, 10_000, 10_000), seed, BATCH // ranks
+
+    def network(self) -> nn.Module:
+        """Return the same weights on all ranks."""
+        model = ResNet(20)
+        training.draw(model, self._seed)
+        return model
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the images and labels of a batch."""
+        return training.batch_of(self._data.train, self._size, mix(self._seed, number, 1))
+
+    def test(self, model: nn.Module) -> tuple[float, float]:
+        """Return loss, and percent that are right."""
+        accuracy, loss = training.test(model, self._data.test)
+        return loss, accuracy
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -104,9 +143,9 @@ def _rank(rank: int, folder: Path, job: Job) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", store, rank=rank, world_size=job.ranks, timeout=timedelta(minutes=10))
-    torch.manual_seed(job.seed)
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(model.parameters(), job.rate, momentum=0.9)
+    data = Pictures(job.root, job.seed, job.ranks) if job.root else Digits(job.seed)
+    model = data.network()
+    optimizer = torch.optim.SGD(model.parameters(), job.rate, momentum=0.9, weight_decay=data.decay)
     last = rank == job.ranks - 1
     if job.link_s and last:
         _slow_down(job.link_s)
@@ -114,11 +153,13 @@ def _rank(rank: int, folder: Path, job: Job) -> None:
     gossip = AsyncGossip(**settings, seed=job.seed) if settings else Gossip("dpsgd", compressor="none", seed=job.seed)
     gossip.start(model, [optimizer])
     dist.barrier()
-    data, begun, steps = Data(job.seed), time.perf_counter(), 0
+    begun, steps = time.perf_counter(), 0
     if isinstance(gossip, AsyncGossip):
         gossip.resume()
     for number in _numbers(gossip, rank, job, begun):
         time.sleep(job.sleep_s * (job.slow if last else 1.0))
+        if data.cosine:
+            optimizer.param_groups[0]["lr"] = job.rate * (1 + math.cos(math.pi * number / job.batches)) / 2
         images, labels = data.batch(number)
         optimizer.zero_grad()
         F.cross_entropy(model(images), labels).backward()

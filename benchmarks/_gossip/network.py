@@ -16,9 +16,18 @@ from benchmarks._network.show import FREE, kappa
 
 
 def measure(
-    ranks: int, rate: str, delays: list[float], numel: int, compute_ms: float, steps: int, path: Path | None
+    ranks: int,
+    rate: str,
+    delays: list[float],
+    numel: int,
+    compute_ms: float,
+    steps: int,
+    path: Path | None,
+    last: str | None = None,
 ) -> list[dict[str, Any]]:
     """A cell for each delay: milliseconds and bytes a step, of rank 0; printed, and written to a JSON file.
+
+    The last rank's link has the rate ``last``, if that is not None.
 
     Raises:
         ValueError: steps are no multiple of the local ones.
@@ -29,9 +38,9 @@ def measure(
     told = {"methods": list(METHODS), "numel": numel, "compute_ms": compute_ms, "steps": steps}
     cells = []
     for delay in delays:
-        with Lab(ranks, rate, delay) as lab:
+        with Lab(ranks, rate, delay, last) as lab:
             found = run_ranks(lab, told, "benchmarks._gossip.rank")[0]
-        cells.append({"ranks": ranks, "rate": rate, "delay_ms": delay, **told, **found})
+        cells.append({"ranks": ranks, "rate": rate, "last": last, "delay_ms": delay, **told, **found})
         _show(cells[-1])
         if path is not None:
             path.write_text(json.dumps({"cells": cells}, indent=2))
@@ -39,16 +48,20 @@ def measure(
 
 
 def _show(cell: dict[str, Any]) -> None:
+    last = f" (the last {cell['last']})" if cell["last"] else ""
     title = (
-        f"{cell['numel']:,} parameters, {cell['ranks']} ranks, {cell['rate']}, round trip of {cell['delay_ms']:g} ms "
-        f"(measured {cell['ping_ms']:.1f}); computing emulated: a sleep of {cell['compute_ms']:g} ms, nothing beside it"
+        f"{cell['numel']:,} parameters, {cell['ranks']} ranks, {cell['rate']}{last}, "
+        f"round trip of {cell['delay_ms']:g} ms (measured {cell['ping_ms']:.1f}); "
+        f"computing emulated: a sleep of {cell['compute_ms']:g} ms, nothing beside it"
     ) + kappa(cell["rate"], cell["wire_bytes"][DDP], cell["ms"][FREE])
-    table = Table("method", "ms a step", "of it not asleep", "kB sent a step", title=title)
+    table = Table("method", "ms a step", "of it not asleep", "kB sent a step", "by formula", "averages", title=title)
     for name in cell["methods"]:
         table.add_row(
             name,
             f"{cell['ms'][name]:.1f}",
             f"{cell['ms'][name] - cell['compute_ms']:.1f}",
             f"{cell['wire_bytes'][name] / 1e3:.1f}",
+            f"{cell['formula_bytes'][name] / 1e3:.1f}" if name in cell["formula_bytes"] else "",
+            f"{cell['averages'][name]:.2f}" if name in cell["averages"] else "",
         )
-    Console(width=110).print(table)
+    Console(width=120).print(table)

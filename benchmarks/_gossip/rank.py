@@ -1,4 +1,8 @@
-"""One rank of the lab: steps whose computing is a sleep, by each method in turn."""
+"""One rank of the lab: steps whose computing is a sleep, by each method in turn.
+
+Of methods whose ranks wait for nobody, ``averages`` is how many a rank has had part in, a step: those that it asked
+for, and those that it answered. ``formula_bytes`` is what their messages are, without headers.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.ping import round_trip_ms
+from lightning_compress.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.codecs import Codec, OneBit, Rotated
 from lightning_compress.collectives import TorchCollective, World
 from lightning_compress.collectives.counting import Meter
@@ -96,6 +101,45 @@ def _pytorch(hook: Callable[..., Any], state: Callable[[], object] = lambda: Non
     return make
 
 
+class Asynchronous:
+    """Averages of pairs beside the steps of a model that moves by its gradient.
+
+    Args:
+        numel: parameters.
+        compressor: see ``AsyncGossip``.
+    """
+
+    def __init__(self, numel: int, compressor: object) -> None:
+        self._model = nn.ParameterList([torch.zeros(numel)])
+        self._optimizer = torch.optim.SGD(self._model.parameters(), 1e-3)
+        self.gossip = AsyncGossip("adpsgd", "ring", compressor)
+        self.gossip.start(self._model, [self._optimizer])
+        self.gossip.resume()
+
+    def __call__(self, vector: Tensor, step: int) -> None:
+        """Step by this gradient, then ask a neighbour."""
+        self._model[0].grad = vector
+        self.gossip.before_step(self._optimizer)
+        self._optimizer.step()
+        self.gossip.after_step()
+
+    def figures(self) -> tuple[float, float]:
+        """Wait for all others, and return the bytes that this rank has sent, and how many averages it had part in."""
+        self.gossip.pause()
+        told = self.gossip.stats()
+        sent = sum(each for name, each in told.items() if name.startswith("bytes_to_"))
+        return sent, told["answers"] + told["answered"]
+
+    def close(self) -> None:
+        """Wait for all others, and end."""
+        self.gossip.finish()
+        self.gossip.close()
+
+
+def _asynchronous(compressor: object) -> Callable[[int], Step]:
+    return lambda numel: Asynchronous(numel, compressor)
+
+
 METHODS: dict[str, Callable[[int], Step]] = {
     "no communication": lambda numel: lambda vector, step: None,
     DDP: _all_reduce(1),
@@ -110,6 +154,9 @@ METHODS: dict[str, Callable[[int], Step]] = {
     "Moniqua, 8 bits": _gossip(_moniqua(8)),
     "Moniqua, 1 bit": _gossip(_moniqua(1)),
     f"Moniqua, 8 bits, every {LOCAL_STEPS}": _gossip(_moniqua(8), LOCAL_STEPS),
+    "AD-PSGD": _asynchronous(None),
+    "AD-PSGD, Moniqua, 8 bits": _asynchronous("moniqua"),
+    "AD-PSGD, Moniqua, 4 bits": _asynchronous({"name": "moniqua", "bits": 4}),
 }
 
 
@@ -118,7 +165,7 @@ def main(told: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     address, limit = f"tcp://{told['master']}:29500", timedelta(minutes=10)
     dist.init_process_group("gloo", init_method=address, rank=told["rank"], world_size=told["ranks"], timeout=limit)
-    found: dict[str, Any] = {"ms": {}, "wire_bytes": {}, "own_ms": {}}
+    found: dict[str, Any] = {"ms": {}, "wire_bytes": {}, "own_ms": {}, "formula_bytes": {}, "averages": {}}
     for name in told["methods"]:
         _measure(name, told, found)
     found["ping_ms"] = round_trip_ms(told["rank"], told["ranks"], told["master"])
@@ -132,18 +179,27 @@ def _measure(name: str, told: dict[str, Any], found: dict[str, Any]) -> None:
     step = METHODS[name](told["numel"])
     for warm in range(LOCAL_STEPS):
         step(vector, warm)
+    free = step if isinstance(step, Asynchronous) else None
+    earlier = free.figures() if free else (0, 0)
     dist.barrier()
     before, start, times = int(COUNTER.read_text()), time.perf_counter(), []
+    if free is not None:
+        free.gossip.resume()
     for number in range(told["steps"]):
         time.sleep(told["compute_ms"] / 1e3)
         begun = time.perf_counter()
         step(vector, number)
         times.append(time.perf_counter() - begun)
-    dist.barrier()
-    taken = time.perf_counter() - start
-    found["ms"][name] = 1e3 * taken / told["steps"]
+    if free is None:
+        dist.barrier()
+    found["ms"][name] = 1e3 * (time.perf_counter() - start) / told["steps"]
     found["own_ms"][name] = 1e3 * statistics.median(times)
+    if free is not None:
+        sent, averages = (now - then for now, then in zip(free.figures(), earlier, strict=True))
+        found["formula_bytes"][name], found["averages"][name] = sent / told["steps"], averages / told["steps"]
     found["wire_bytes"][name] = (int(COUNTER.read_text()) - before) / told["steps"]
+    if free is not None:
+        free.close()
 
 
 if __name__ == "__main__":

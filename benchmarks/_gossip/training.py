@@ -62,7 +62,7 @@ def _rank(
     collective: Collective, task: Task, method: str, seed: int, steps: int, batch: int, rate: float
 ) -> dict[str, float]:
     model = ResNet(20)
-    _draw(model, seed)
+    draw(model, seed)
     parameters = list(model.parameters())
     vector = nn.utils.parameters_to_vector(parameters).detach().clone()
     optimizer = torch.optim.SGD(parameters, rate, momentum=MOMENTUM, weight_decay=DECAY)
@@ -70,7 +70,7 @@ def _rank(
     own, sent = task.share(collective.rank, collective.size), 0
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
-        images, labels = _batch(own, batch, mix(seed, step, collective.rank + 1))
+        images, labels = batch_of(own, batch, mix(seed, step, collective.rank + 1))
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
@@ -84,7 +84,7 @@ def _rank(
             mixing.mix(vector, float(optimizer.param_groups[0]["lr"]))
             nn.utils.vector_to_parameters(vector.clone(), parameters)
     consensus = _mean_model(model, vector, collective, mixing)
-    accuracy, loss_there = _test(model, task.test) if collective.rank == 0 else (0.0, 0.0)
+    accuracy, loss_there = test(model, task.test) if collective.rank == 0 else (0.0, 0.0)
     return {
         "accuracy": round(accuracy, 2),
         "test_loss": round(loss_there, 4),
@@ -96,7 +96,7 @@ def _rank(
     }
 
 
-def _draw(model: nn.Module, seed: int) -> None:
+def draw(model: nn.Module, seed: int) -> None:
     """The same weights on all ranks, though threads share the generator that a model is drawn from."""
     generator = torch.Generator().manual_seed(seed)
     for each in model.modules():
@@ -116,7 +116,7 @@ def _mixing(collective: Collective, method: str, vector: Tensor, seed: int) -> t
     return algorithm.begin(vector, neighbours, compressor, layout, seed), neighbours
 
 
-def _batch(split: Split, batch: int, key: int) -> tuple[Tensor, Tensor]:
+def batch_of(split: Split, batch: int, key: int) -> tuple[Tensor, Tensor]:
     """Some images of a rank's own, drawn from this key: cropped, flipped and normalised."""
     generator = torch.Generator().manual_seed(key % 2**63)
     rows = torch.randint(len(split.labels), (batch,), generator=generator)
@@ -156,7 +156,7 @@ def _mean_model(model: nn.Module, vector: Tensor, collective: Collective, mixing
     return float((apart / collective.size).sqrt() / mean[:count].double().norm())
 
 
-def _test(model: nn.Module, split: Split) -> tuple[float, float]:
+def test(model: nn.Module, split: Split) -> tuple[float, float]:
     """Accuracy in percent, and the mean loss."""
     model.eval()
     right, loss = 0, 0.0

@@ -53,6 +53,7 @@ class Lab:
         ranks: how many, 1 to 254.
         rate: of each link in each direction, such as ``"1gbit"``; None: not limited.
         delay_ms: that a round trip between two ranks takes at least, 0 to 1000 milliseconds; 0: no relay.
+        last: the rate of the last rank's link, if it is another one.
 
     Raises:
         ValueError: there is no such rate or delay, or there are no addresses for so many ranks.
@@ -61,16 +62,16 @@ class Lab:
 
     interface = "eth0"
 
-    def __init__(self, ranks: int, rate: str | None, delay_ms: float = 0.0) -> None:
+    def __init__(self, ranks: int, rate: str | None, delay_ms: float = 0.0, last: str | None = None) -> None:
         self._owner = os.getpid()
         self._name = f"{PREFIX}{self._owner}"
-        self._rate, self._delay = rate, delay_ms
+        self._rates, self._delay = [rate] * (ranks - 1) + [last or rate], delay_ms
         self._relay: subprocess.Popen[str] | None = None
         self.ranks = ranks
         self._leaving = False
         self._interrupted = False
-        if rate:
-            bits_per_second(rate)
+        for each in filter(None, (rate, last)):
+            bits_per_second(each)
         check_delay(delay_ms)
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"ranks={ranks} must be 1 to {MOST_RANKS}, for which the lab has addresses")
@@ -140,9 +141,9 @@ class Lab:
             _run("ip", "-n", switch, "link", "set", port, "master", bridge)
             for place, device in ((own, "lo"), (own, "eth0"), (switch, port)):
                 _run("ip", "-n", place, "link", "set", device, "up")
-            for place, device in ((own, "eth0"), (switch, port)) if self._rate else ():
-                assert self._rate is not None
-                _run("tc", "-n", place, "qdisc", "add", "dev", device, *bucket(self._rate))
+            if rate := self._rates[rank]:
+                for place, device in ((own, "eth0"), (switch, port)):
+                    _run("tc", "-n", place, "qdisc", "add", "dev", device, *bucket(rate))
         if self._delay:
             self._start_relay(switch, taps)
         for tap, bridge in zip(taps, bridges, strict=False):
