@@ -11,7 +11,7 @@ from lightning_compress import attach
 if __name__ == "__main__":
     dist.init_process_group("gloo")  # "nccl" on GPUs
     torch.manual_seed(1)
-    model = DistributedDataParallel(Net().layers, bucket_cap_mb=5)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     compression = attach(model, "rotated", optimizer=optimizer)
 
