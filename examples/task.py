@@ -52,7 +52,7 @@ class Net(LightningModule):
 
 
 class Data(LightningDataModule):
-    """Random vectors, and the class that a fixed small network gives to each.
+    """Noisy points around the centre of each class.
 
     Args:
         batch_size: of each process.
@@ -62,10 +62,11 @@ class Data(LightningDataModule):
         super().__init__()
         self.save_hyperparameters()
         generator = torch.Generator().manual_seed(7)
-        inputs = torch.randn(5120, INPUTS, generator=generator)
-        first, second = (torch.randn(INPUTS, size, generator=generator) for size in (INPUTS, CLASSES))
-        labels = (torch.relu(inputs @ first) @ second).argmax(1)
-        self.training, self.validation = TensorDataset(inputs[:4096], labels[:4096]), TensorDataset(inputs[4096:], labels[4096:])
+        centres = torch.randn(CLASSES, INPUTS, generator=generator)
+        labels = torch.randint(CLASSES, (5120,), generator=generator)
+        inputs = centres[labels] + 2 * torch.randn(5120, INPUTS, generator=generator)
+        self.training = TensorDataset(inputs[:4096], labels[:4096])
+        self.validation = TensorDataset(inputs[4096:], labels[4096:])
 
     def train_dataloader(self) -> DataLoader:
         """Return shuffled batches; Lightning gives each rank its part."""

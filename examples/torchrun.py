@@ -1,7 +1,7 @@
 """Train under torchrun, on one machine or several: ``torchrun --nproc-per-node 2 torchrun.py``.
 
-A job that torchrun starts again (``--max-restarts 3``) goes on from its last checkpoint, bit for bit. On several machines
-all ranks need to see the folder ``checkpoints``.
+A job that torchrun starts again (``--max-restarts 3``) goes on from its last checkpoint, bit for bit. On several
+machines all ranks need to see the folder ``checkpoints``.
 """
 
 import os

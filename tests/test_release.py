@@ -12,7 +12,8 @@ PROJECT = (ROOT / "pyproject.toml").read_text()
 VERSION = re.search(r'^version = "(.*)"$', PROJECT, flags=re.MULTILINE)[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
-RUN = [step["run"] for each in WORKFLOWS.values() for job in each["jobs"].values() for step in job["steps"] if "run" in step]
+STEPS = [step for each in WORKFLOWS.values() for job in each["jobs"].values() for step in job["steps"]]
+RUN = [step["run"] for step in STEPS if "run" in step]
 
 
 def test_the_changelog_is_of_this_version_and_short():
