@@ -115,6 +115,7 @@ def test_readme_names_every_file():
         assert name in PAGE, name
 
 
+@pytest.mark.thorough  # started as the plain script is
 def test_lightning_cli(place, expected):
     assert result(ended(place.start(TYPED["cli.py"], MASTER_PORT=free_port()))) == expected
 
@@ -128,6 +129,7 @@ def test_torchrun_goes_on_from_its_last_checkpoint(place, expected):
     assert loss == expected[-1]
 
 
+@pytest.mark.thorough  # started as the plain script is
 def test_slurm(place, expected):
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (place.folder / "slurm.sh").read_text(), re.MULTILINE))
     place.replace("slurm.sh", "eth0", "lo")
