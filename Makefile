@@ -50,7 +50,8 @@ test-oldest:
 		| sed 's/>=/==/; s/\[[a-z]*\]//' | grep -v -e '^torch=' -e '^setuptools=' > .venv_oldest/oldest.txt
 	echo 'torch==$(OLDEST_TORCH)' >> .venv_oldest/oldest.txt
 	.venv_oldest/bin/python -m pip install --quiet --constraint .venv_oldest/oldest.txt --editable ".[dev]" -r recipes/requirements.txt
-	.venv_oldest/bin/python -m pytest -W default tests/strategies tests/conformance tests/callbacks tests/config tests/settings
+	.venv_oldest/bin/python -m pytest -W default --numprocesses $(WORKERS) --dist worksteal \
+		tests/strategies tests/conformance tests/callbacks tests/config tests/settings
 
 test-wheel: install
 	rm -rf dist .venv_wheel
