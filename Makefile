@@ -58,8 +58,9 @@ test-wheel: install
 	$(BIN)/python -m build --no-isolation >/dev/null
 	$(PYTHON) -m venv .venv_wheel
 	.venv_wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
-	cd examples && ../.venv_wheel/bin/lightning-compress compressors && ../.venv_wheel/bin/python plain.py \
-		&& ../.venv_wheel/bin/lightning-compress advise --params 12.5e6 --ranks 4 --gbit 0.1 --compute-ms 77 --optimizer sgd
+	cd $$(mktemp -d) && $(CURDIR)/.venv_wheel/bin/lightning-compress compressors \
+		&& $(CURDIR)/.venv_wheel/bin/lightning-compress advise --params 12.5e6 --ranks 4 --gbit 0.1 --compute-ms 77 \
+		&& $(CURDIR)/.venv_wheel/bin/python $(CURDIR)/examples/plain.py
 
 clean:
 	rm -rf .venv .venv_oldest .venv_wheel build dist *.egg-info outputs multirun
