@@ -19,7 +19,7 @@ Made by `make results`, from the CSV files beside it; do not edit. In each table
 is the mean over seeds of the score minus dense's of the same seed. The loss is that of the last validation, mean over
 seeds, and what it has over dense's of the same seed. Bytes are what each rank sends per step; the ratio is what float32
 would send over them. Steps were timed on one machine, where nothing is gained by sending less, some beside other work:
-what compression saves on a network is in [results](../results.md). Commands leave out where the data is
+what compression saves on a network is in [step time](step-time.md). Commands leave out where the data is
 (`data.root=...`).
 """
 COLORS = (
