@@ -29,7 +29,10 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", "".join(PAGES.values()), flags=re.M
 SHELL = [body for kind, body in BLOCKS if kind == "bash"]
 SHELL += re.findall(r"^    ((?:python|sudo) .*\n)", "".join(PAGES.values()), flags=re.MULTILINE)
 COMMANDS = {
-    line.split("  #")[0].strip() for body in SHELL for line in re.sub(r" *\\\n *", " ", body).splitlines() if line.strip()
+    line.split("  #")[0].strip()
+    for body in SHELL
+    for line in re.sub(r" *\\\n *", " ", body).splitlines()
+    if line.strip()
 }
 QUICKSTART = "docs/quickstart"
 PYTHON = {
@@ -118,7 +121,7 @@ def test_command(command, capsys):
     elif words[:3] == ["python", "-m", "recipes.predict"]:  # where there is no such checkpoint, it says so
         assert predict.main(words[3:]) == 1
         assert f"checkpoint {words[3]}: there is no such file" in capsys.readouterr().err
-    elif words[0] == "python" and words[2].startswith("benchmarks."):  # how each is used is tested below
+    elif words[0] == "python" and words[2].startswith(("benchmarks.", "tests.")):  # how each is used is tested below
         assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
     elif words[0] == "lightning-compress":
         main(words[1:])

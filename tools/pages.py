@@ -43,8 +43,8 @@ def compressor_cards() -> str:
         + NOTE
         + "Each card is made from the compressor's class. Which one to take: [Choose a compressor](../choose.md).\n\n"
         + f"Core: {lists[0]}\n\nFor comparison: {lists[1]}\n\n"
-        + "Bits are those of a message per element, for a matrix of 1024 x 1024 and the default settings. Losses are the "
-        + "held-out loss above float32's of a [character LSTM](../results/accuracy.md), with the default settings.\n\n"
+        + "Bits are those of a message per element, for a matrix of 1024 x 1024 and the default settings. Losses "
+        + "are the held-out loss above float32's of a [character LSTM](../results/accuracy.md), with the default settings.\n\n"
         + "\n".join(cards.values())
     )
 
@@ -52,8 +52,9 @@ def compressor_cards() -> str:
 def card(name: str, cls: type) -> str:
     """Return the card of a compressor."""
     said = Docstring.of(cls)
-    facts = "\n".join(f"| {fact} | {value} |" for fact, value in facts_of(name, cls).items())
-    parts = [f"## {name}", said.summary, f"| | |\n| --- | --- |\n{facts}", settings_of(cls, said), said.text, said.sources]
+    first, *others = (f"| {fact} | {value} |" for fact, value in facts_of(name, cls).items())
+    facts = "\n".join([first, "| --- | --- |", *others])
+    parts = [f"## {name}", said.summary, facts, settings_of(cls, said), said.text, said.sources]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -62,7 +63,7 @@ def facts_of(name: str, cls: type) -> dict[str, str]:
     built = cls()
     found = {"write": f"`CompressedDDPStrategy({example(name, built)})`", "class": f"`{cls.__module__}.{cls.__name__}`"}
     if cls is Moniqua:
-        return found | {"write": f'`GossipStrategy(compressor={example(name, built)})`', "bits": "`bits`, and hashes"}
+        return found | {"write": f"`GossipStrategy(compressor={example(name, built)})`", "bits": "`bits`, and hashes"}
     if isinstance(built, Automatic):
         return found | {"write": '`CompressedDDPStrategy("auto")`', "bits": "32, 16, 8.1 or 4.1"}
     row = described(name)
@@ -112,7 +113,9 @@ def feedback_of(built: Any) -> str:
 def kernels_of(cls: type) -> str:
     """Return which compiled kernels lie beside a class."""
     own = Path(inspect.getfile(cls))
-    found = [said for kind, said in (("numba", "CPU (numba)"), ("triton", "GPU (Triton)")) if beside(own, kind).exists()]
+    found = [
+        said for kind, said in (("numba", "CPU (numba)"), ("triton", "GPU (Triton)")) if beside(own, kind).exists()
+    ]
     return ", ".join(found) or "none: tensor operations"
 
 
@@ -125,7 +128,7 @@ def settings_of(cls: type, said: Docstring) -> str:
     """Return the table of a compressor's settings."""
     fields = [each for each in dataclasses.fields(cls) if each.name in said.arguments]
     rows = [f"| `{each.name}` | `{default_of(each)}` | {cell(said.arguments[each.name])} |" for each in fields]
-    return "\n".join(["| setting | default | |", "| --- | --- | --- |", *rows]) if rows else ""
+    return "\n".join(["| setting | default | meaning |", "| --- | --- | --- |", *rows]) if rows else ""
 
 
 def default_of(field: dataclasses.Field[Any]) -> object:
@@ -163,7 +166,7 @@ def command_of(name: str, command: Callable[..., Any]) -> str:
         option = f"--{each.name.replace('_', '-')}" if given else each.name.upper()
         default = "required" if not given else "" if each.default in (None, False) else f"`{each.default}`"
         rows.append(f"| `{option}` | {default} | {cell(said.arguments.get(each.name, ''))} |")
-    table = "\n".join(["| option | default | |", "| --- | --- | --- |", *rows])
+    table = "\n".join(["| option | default | meaning |", "| --- | --- | --- |", *rows])
     return "\n\n".join(filter(None, [f"## {name}", said.summary, said.text, table]))
 
 
