@@ -59,7 +59,7 @@ NOT_WITH = [
 def main() -> None:
     """Measure and print the tables."""
     arguments = parse()
-    cells = run(arguments)
+    cells = arguments.cells if arguments.measured else run(arguments)
     if arguments.plot:
         draw(cells, arguments.plot)
 
@@ -124,6 +124,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--warm", type=natural, default=4, help="steps in each round before those that count")
     add("--json", type=file_to_write, help="write the figures here, after each cell")
     add("--plot", type=file_to_write, help="draw step time against rate and ranks, a PNG")
+    add("--measured", type=Path, help="draw the figures that --json wrote to this file, in place of measuring")
     add("--record", type=file_to_write, help="take the steps of one cell down to this file")
     add("--contended", action="store_true", help="recorded ranks compute at once, not one by one")
     add("--replay", type=Path, help="play a recorded file")
@@ -193,6 +194,8 @@ def check(arguments: argparse.Namespace) -> None:
     cells = [{"ranks": ranks, "rate": rate} for ranks in arguments.ranks for rate in arguments.rates]
     if arguments.record and len(cells) > 1:
         raise ValueError("--record keeps one cell; give one number of --ranks and one of --rates")
+    if arguments.measured:
+        cells = arguments.cells = json.loads(arguments.measured.read_text())["cells"]
     if arguments.plot:
         panels(cells)
     arguments.methods = chosen_methods(arguments)

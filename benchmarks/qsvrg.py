@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import io
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -201,21 +200,15 @@ def distances(problem: Problem, method: Method, ranks: int, training: Training) 
 
 def draw(found: dict[str, list[float]], title: str, path: Path) -> None:
     """Write the picture, a PNG."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from PIL import Image
+    from recipes.tables.drawing import canvas, legend, save, styles
 
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained", dpi=100)
-        axes = figure.subplots()
-        for name, each in found.items():
-            axes.semilogy(range(1, len(each) + 1), [max(value, 1e-16) for value in each], marker="o", ms=3, label=name)
-        axes.set(title=title, xlabel="epochs", ylabel="value above the optimum")
-        axes.grid(True, color="#e5e5e5", lw=0.6)
-        axes.legend(frameon=False)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
-    Image.open(picture).convert("RGB").quantize(64).save(path, optimize=True)
+    figure, (axes,) = canvas(title, (7.4, 3.8))
+    for name, style in styles(found).items():
+        values = [max(value, 1e-16) for value in found[name]]
+        axes.semilogy(range(1, len(values) + 1), values, ms=4, label=name, **style)
+    axes.set(xlabel="epochs", ylabel="value above the optimum")
+    legend(figure, axes)
+    save(figure, path)
 
 
 def write(found: dict[str, list[float]], bits: dict[str, float], path: Path) -> None:
