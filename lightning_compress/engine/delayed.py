@@ -157,7 +157,7 @@ class DelayedCompression(Compression):
         Raises:
             BaseException: averaging failed.
         """
-        aborted = sys.exception() is not None  # then other ranks may never answer
+        aborted = sys.exc_info()[0] is not None  # then other ranks may never answer
         until = time.monotonic() + (PATIENCE_S if aborted else math.inf)
         while not (self._gave_up or self.workers.idle):
             time.sleep(1e-3)

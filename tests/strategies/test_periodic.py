@@ -11,13 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    Callback,
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    Timer,
-)
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging, Timer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -502,7 +497,7 @@ def _refused(what):
         ),
         "syncbn": lambda: fit(sync_batchnorm=True),
         "clock": lambda: fit(val_check_interval="00:00:00:10"),
-        "ema": lambda: fit(callbacks=[EMAWeightAveraging()]),
+        "ema": lambda: fit(callbacks=[lightning_callbacks.EMAWeightAveraging()]),
         "raw": lambda: fit(make=Raw),
         "skipped": lambda: fit(make=SkipsOne),
         "grows": lambda: fit(make=Grows, num_sanity_val_steps=0),
