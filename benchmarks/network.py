@@ -95,8 +95,8 @@ def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[
         return [({"how": "recorded"}, found)]
     if arguments.validate:
         return [({"how": "replayed"}, played(arguments, record(*task, one_by_one=False), rate))]
-    how = {"how": f"computing emulated by a sleep of {arguments.asleep_ms:g} ms"} if arguments.asleep_ms else {}
-    return [(how, measure(*task, "fit" if arguments.trainer else "rank", arguments.asleep_ms))]
+    said = {"how": f"computing emulated by a sleep of {arguments.asleep_ms:g} ms"} if arguments.asleep_ms else {}
+    return [(said, measure(*task, "fit" if arguments.trainer else "rank", arguments.asleep_ms))]
 
 
 def played(arguments: argparse.Namespace, recorded: dict[str, Any], rate: str) -> dict[str, Any]:

@@ -55,7 +55,8 @@ class Asleep(nn.Module):
         """Sleep; return a loss whose backward sleeps, too."""
         time.sleep((1 - BACKWARD) * self._seconds)
         for parameter, gradient in zip(self.parts, self._gradients, strict=True):
-            loss = _Backward.apply(loss, parameter, gradient, self._share * parameter.numel())
+            seconds = self._share * parameter.numel()
+            loss = _Backward.apply(loss, parameter, gradient, seconds)  # type: ignore[no-untyped-call]
         return loss
 
 
