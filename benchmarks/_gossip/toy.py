@@ -62,7 +62,7 @@ def draw(path: Path, rounds: int = ROUNDS) -> dict[str, tuple[float, float]]:
             mark = {"marker": "os^Dv"[number % 5], "markevery": (number * rounds // 40, max(1, rounds // 8)), "ms": 4}
             axes.semilogy(np.maximum(each[:, place], 1e-5), label=label, lw=1.2, **mark)
         caption(axes, ("error of the mean model, largest of 1,000", "distance of a rank from the mean, largest")[place])
-        axes.set_xlabel("rounds; 8 ranks on a ring, a quadratic of 1,000 numbers, theta 1")
+        axes.set_xlabel("rounds; 8 ranks on a ring")
         axes.set_ylabel("largest difference in a number")
     legend(figure, *panels)
     save(figure, path)
