@@ -1,21 +1,23 @@
 # make demo: the recipes, dense and compressed, over slow links, in a table.   make test: lint, types and tests, one of
 # each kind of what takes long.   make thorough: all tests, an hour or more.   make results: the tables of the recipes
-# again, hours; with quick=true, minutes.   make lowest: what meets Lightning and the other packages, in .venv_lowest,
-# with the oldest versions that pyproject.toml promises; but torch, of which older builds for the CPU are not on PyPI.
+# again, hours; with quick=true, minutes.   make test-oldest: what meets Lightning and the other packages, in .venv_oldest,
+# with the oldest versions that are promised; but torch, of which PyPI has no older build for the CPU: OLDEST_TORCH=2.7.0
+# where pip has an index of such builds.   make test-wheel: the package as users get it, in .venv_wheel, which is new.
 PYTHON ?= python3
 DATA ?= data
+OLDEST_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 BIN := .venv/bin
 WORKERS := 4
 APART := unshare --net ip link >/dev/null 2>&1  # whether bytes are counted in a network namespace, beside other tests
 unexport PYTHONDONTWRITEBYTECODE  # or each worker compiles all tests again
 
-.PHONY: install demo results test thorough lowest lint types unit clean
+.PHONY: install demo results test thorough test-oldest test-wheel lint types unit clean
 
 install: .venv/.installed
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml constraints.txt recipes/requirements.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]" -r recipes/requirements.txt
 	touch $@
 
 demo: install
@@ -42,13 +44,21 @@ thorough: test
 	$(BIN)/python -m pytest -m thorough --numprocesses $(WORKERS) --dist worksteal
 	$(APART) || $(BIN)/python -m pytest -m thorough tests/collectives/test_wire.py
 
-lowest:
-	test -x .venv_lowest/bin/python || $(PYTHON) -m venv .venv_lowest
-	grep -oE '"[A-Za-z0-9_-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml | tr -d '"' | sed 's/>=/==/; s/\[[a-z]*\]//' \
-		| grep -v -e '^torch=' -e '^setuptools=' > .venv_lowest/oldest.txt
-	grep '^torch=' constraints.txt >> .venv_lowest/oldest.txt
-	.venv_lowest/bin/python -m pip install --quiet --constraint .venv_lowest/oldest.txt --editable ".[dev]"
-	.venv_lowest/bin/python -m pytest -W default tests/strategies tests/conformance tests/callbacks tests/config tests/settings
+test-oldest:
+	test -x .venv_oldest/bin/python || $(PYTHON) -m venv .venv_oldest
+	grep -ohE '(^|")[A-Za-z0-9_-]+(\[[a-z]+\])?>=[0-9.]+' pyproject.toml recipes/requirements.txt | tr -d '"' \
+		| sed 's/>=/==/; s/\[[a-z]*\]//' | grep -v -e '^torch=' -e '^setuptools=' > .venv_oldest/oldest.txt
+	echo 'torch==$(OLDEST_TORCH)' >> .venv_oldest/oldest.txt
+	.venv_oldest/bin/python -m pip install --quiet --constraint .venv_oldest/oldest.txt --editable ".[dev]" -r recipes/requirements.txt
+	.venv_oldest/bin/python -m pytest -W default tests/strategies tests/conformance tests/callbacks tests/config tests/settings
+
+test-wheel: install
+	rm -rf dist .venv_wheel
+	$(BIN)/python -m build --no-isolation >/dev/null
+	$(PYTHON) -m venv .venv_wheel
+	.venv_wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd examples && ../.venv_wheel/bin/lightning-compress compressors && ../.venv_wheel/bin/python plain.py \
+		&& ../.venv_wheel/bin/lightning-compress advise --params 12.5e6 --ranks 4 --gbit 0.1 --compute-ms 77 --optimizer sgd
 
 clean:
-	rm -rf .venv .venv_lowest build dist *.egg-info outputs multirun
+	rm -rf .venv .venv_oldest .venv_wheel build dist *.egg-info outputs multirun

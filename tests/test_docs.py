@@ -55,7 +55,7 @@ def test_files_and_modules_that_are_named_exist(page):
     for module in re.findall(r"python -m ((?:benchmarks|recipes|tests)[\w.]*)", page.read_text()):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
-    for target in re.findall(r"(?:^ *|`)make ([a-z]+)", page.read_text(), flags=re.MULTILINE):
+    for target in re.findall(r"(?:^ *|`)make ([a-z-]+)", page.read_text(), flags=re.MULTILINE):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), target
 
 

@@ -95,7 +95,7 @@ class CompressedDDPMixin(CommonMixin):
             self._told, self._clock = False, StepClock()
             if trainer.ckpt_path is None:
                 self._tell()
-            if trainer.enable_autolog_hparams and self.is_global_zero:
+            if getattr(trainer, "enable_autolog_hparams", True) and self.is_global_zero:  # from Lightning 2.6 on
                 log_hyperparameters(trainer, self.compression.run_summary)
 
     def on_train_start(self) -> None:

@@ -1,9 +1,11 @@
 """What a user of the wheel gets, away from the source tree."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,22 @@ def test_what_ships(installed):
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_compress").rglob("*.py")}
     assert wanted <= names
     assert not [name for name in names if name.startswith(("recipes", "tests", "benchmarks", "conf/"))]
+
+
+def test_metadata(installed):
+    with zipfile.ZipFile(installed[0]) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = message_from_bytes(wheel.read(name))
+    assert metadata["Author"] == "the lightning-compress developers"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert set(metadata.get_all("Provides-Extra")) >= {"cpu", "hydra", "wandb"}
+    assert "recipes" not in metadata.get_all("Provides-Extra")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page, description = (ROOT / "README.md").read_text(), metadata.get_payload(decode=True).decode()
+    assert re.findall(r"^#+ .*", description, re.MULTILINE) == re.findall(r"^#+ .*", page, re.MULTILINE)
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", description, flags=re.MULTILINE | re.DOTALL))
+    assert links
+    assert all(link.startswith("https://") for link in links)
 
 
 @pytest.mark.parametrize(
