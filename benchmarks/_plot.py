@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from recipes.tables.drawing import canvas, save, styles
+from recipes.tables.drawing import canvas, caption, save, styles
 
 Curve = list[tuple[float, float]]
 """Measured bits per element, relative error."""
@@ -27,9 +27,9 @@ def draw(figures: dict[str, dict[str, dict[str, Curve]]], path: Path) -> None:
         point(figures), (4.7 * columns + 2.4, 9.0), columns, nrows=2, sharex="row", sharey="row", height_ratios=(3, 2)
     )
     for (model, parts), above, below in zip(figures.items(), axes[:columns], axes[columns:], strict=True):
-        above.set_title(f"{TITLES.get(model, model)}: one gradient, without error feedback")
+        caption(above, f"{TITLES.get(model, model)}: one gradient, without error feedback")
         _methods(above, parts["methods"])
-        below.set_title("sum of ten gradients, coarse fft, by order of elements")
+        caption(below, "sum of ten gradients, coarse fft, by order of elements")
         _orders(below, parts)
         _frame(above, 0.005, 1.7)
         _frame(below, 0.005, 1.1)

@@ -43,8 +43,8 @@ def compressor_cards() -> str:
         + NOTE
         + "Each card is made from the compressor's class. Which one to take: [Choose a compressor](../choose.md).\n\n"
         + f"Core: {lists[0]}\n\nFor comparison: {lists[1]}\n\n"
-        + "Bits are those of a message per element, for a matrix of 1024 x 1024 and the default settings. Losses "
-        + "are the held-out loss above float32's of a [character LSTM](../results/accuracy.md), by the defaults.\n\n"
+        + "Bits are those of a message per element, for a matrix of 1024 x 1024. Losses are the held-out loss above "
+        + "float32's of a [character LSTM](../results/accuracy.md). Both are of the default settings.\n\n"
         + "\n".join(cards.values())
     )
 

@@ -52,7 +52,7 @@ def curve(slack: float | None, bits: int = 1, rounds: int = ROUNDS) -> npt.NDArr
 
 def draw(path: Path, rounds: int = ROUNDS) -> dict[str, tuple[float, float]]:
     """Run all, draw them, and return where each ended."""
-    from recipes.tables.drawing import canvas, legend, save
+    from recipes.tables.drawing import canvas, caption, legend, save
 
     curves = {label: curve(slack, rounds=rounds) for label, slack in SLACKS.items()}
     title = "Moniqua at 1 bit: with slack the mean model reaches the optimum, without slack the ranks part"
@@ -61,10 +61,8 @@ def draw(path: Path, rounds: int = ROUNDS) -> dict[str, tuple[float, float]]:
         for number, (label, each) in enumerate(curves.items()):
             mark = {"marker": "os^Dv"[number % 5], "markevery": (number * rounds // 40, max(1, rounds // 8)), "ms": 4}
             axes.semilogy(np.maximum(each[:, place], 1e-5), label=label, lw=1.2, **mark)
-        axes.set_title(
-            ("error of the mean model, largest of 1,000", "distance of a rank from the mean, largest")[place]
-        )
-        axes.set_xlabel("rounds; 8 ranks on a ring, a quadratic of 1,000 numbers, theta 1")
+        caption(axes, ("error of the mean model, largest of 1,000", "distance of a rank from the mean, largest")[place])
+        axes.set_xlabel("rounds; 8 ranks on a ring")
         axes.set_ylabel("largest difference in a number")
     legend(figure, *panels)
     save(figure, path)

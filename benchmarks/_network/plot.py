@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._network.lab import bits_per_second
-from recipes.tables.drawing import canvas, legend, save, styles
+from recipes.tables.drawing import canvas, caption, legend, save, styles
 
 Cell = dict[str, Any]
 LINES = 9
@@ -41,7 +41,7 @@ def draw(cells: list[Cell], path: Path) -> None:
     names = shown(list(dict.fromkeys(name for cell in cells for name in cell["ms"])))
     figure, axes = canvas(point(parts), (4.6 * len(parts) + 2.2, 4.0), len(parts), sharey=True)
     for place, (label, against, points) in zip(axes, parts, strict=True):
-        place.set_title(f"{subject}, {label}")
+        caption(place, f"{subject}, {label}")
         for name, style in styles(names).items():
             line = sorted((x, cell["ms"][name]) for x, cell in points if name in cell["ms"])
             drawn = style | {"ls": "--" if name == "no communication" else "-", "ms": 5, "lw": 1.4, "label": name}

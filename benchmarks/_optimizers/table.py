@@ -102,7 +102,7 @@ def picture(rows: Sequence[Row], stage: str, path: Path) -> None:
 
     What is within 0.1 % of dense, or better, is drawn there.
     """
-    from recipes.tables.drawing import canvas, legend, plain, save, styles
+    from recipes.tables.drawing import canvas, caption, legend, number, plain, save, styles
 
     losses = {name: each for name, each in over_dense(rows, stage).items() if name != "dense"}
     points = {
@@ -112,18 +112,19 @@ def picture(rows: Sequence[Row], stage: str, path: Path) -> None:
     methods: dict[str, list[tuple[float, float]]] = {}
     for name, point in points.items():
         methods.setdefault(name.split()[0].rstrip(","), []).append(point)
-    title = f"Fewest bits for their loss: {front[0]}; {front[len(front) // 2]}; {front[-1]}"
+    some = dict.fromkeys((front[0], front[len(front) // 2], front[-1]))
+    title = f"Least loss for their bits: {'; '.join(f'{name} at {points[name][0]:.2g} bits' for name in some)}"
     figure, (axes,) = canvas(title, (11, 6.4))
     for method, style in styles(methods).items():
         axes.plot(*zip(*methods[method], strict=True), ls="", label=method, **style)
     axes.plot(*zip(*(points[name] for name in front), strict=True), color="black", lw=0.8, zorder=0)
-    for number, name in enumerate(front, 1):
-        place = {"xytext": (0, 10 if number % 2 else -11), "textcoords": "offset points"}
-        axes.annotate(str(number), points[name], ha="center", va="center", fontweight="bold", **place)
-        axes.plot([], [], ls="", label=f"{number}  {name}")
-    axes.set(xscale="log", yscale="log", title=STAGES[stage].title)
+    for place, name in enumerate(front, 1):
+        axes.plot([], [], ls="", label=f"{place}  {name}")
+    axes.set(xscale="log", yscale="log")
+    caption(axes, STAGES[stage].title)
     axes.set(xlabel="bits per element and step, as of an all-reduce", ylabel="held-out loss above that of dense")
     plain(axes.xaxis, (0.25, 0.5, 1, 2, 4, 8))
     plain(axes.yaxis, (0.1, 0.3, 1, 3, 10, 30, 100), " %")
     legend(figure, axes)
+    number(axes, [points[name] for name in front], points.values())
     save(figure, path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.tables.drawing import amounts, canvas, legend, save, styles
+from recipes.tables.drawing import amounts, canvas, caption, legend, save, styles
 
 LINES = {"two_shot": "-", "split_gather": "-", "all_gather": "--", "hierarchical": ":"}
 
@@ -25,9 +25,9 @@ def draw(found: Mapping[str, Mapping[int, Any]], title: str, path: Path) -> None
         line = style | {"ls": LINES.get(name.partition(", ")[2], "-"), "ms": 4, "lw": 1.4, "label": name}
         left.plot(list(figures), [each.seconds for each in figures.values()], **line)
         right.plot(list(figures), [each.card_bytes or None for each in figures.values()], **line)
-    left.set_title(f"predicted, {title}")
+    caption(left, f"predicted, {title}")
     left.set_ylabel("time of one exchange, s")
-    right.set_title("counted")
+    caption(right, "counted")
     right.set_ylabel("sent by a node's network card")
     for axes in (left, right):
         axes.set_xscale("log", base=2)

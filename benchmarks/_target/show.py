@@ -13,7 +13,7 @@ from benchmarks._network.lab import bits_per_second
 from benchmarks._target.compose import Cell, Entry
 from benchmarks._target.methods import AUTO, DDP, DENSE
 from benchmarks._target.steps import REPORTED, Steps
-from recipes.tables.drawing import MARKERS, canvas, legend, save
+from recipes.tables.drawing import MARKERS, canvas, caption, legend, save
 
 TARGETS = ("at 80 % of the budget", "final loss + 1 %")
 MISS = "miss"
@@ -117,7 +117,7 @@ def draw(cells: list[Cell], title: str, path: Path) -> None:
         raise ValueError("there is nothing to draw: no link was measured; --part times does it")
     figure, axes = canvas(title, (5.6 * len(delays) + 2.0, 4.8), len(delays), sharey=True)
     for axis, delay in zip(axes, delays, strict=True):
-        axis.set_title(f"round trip: {f'+{delay:g} ms' if delay else 'the lab’s own'}")  # noqa: RUF001
+        caption(axis, f"round trip: {f'+{delay:g} ms' if delay else 'the lab’s own'}")  # noqa: RUF001
         _panel(axis, sorted((each for each in cells if each.place.delay_ms == delay), key=lambda each: each.kappa))
     axes[0].set_ylabel("time to target / computing alone")
     legend(figure, *axes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ COLORS = {
     "qsgd": "#17becf",
     "onebit": "#8c564b",
     "efsign": "#e377c2",
-    "onebit_adam": "#843c39",
+    "onebit_adam": "#f5a623",
     "topk": "#2ca02c",
     "dgc": "#637939",
     "fft": "#d62728",
@@ -28,18 +29,12 @@ COLORS = {
     "powersgd": "#e6550d",
     "range_float": "#9467bd",
     "terngrad": "#bcbd22",
-    "local": "#3182bd",
+    "local": "#0f8b8d",
 }
 """By the first word of a label."""
-OTHERS = ("#7b4173", "#31a354", "#756bb1", "#c7b100", "#5254a3", "#b5838d", "#0f8b8d")
+OTHERS = ("#7b4173", "#31a354", "#756bb1", "#c7b100", "#5254a3", "#b5838d", "#843c39")
 MARKERS = "os^DvPX<>phd8*H"
-RC = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-}
+RC: dict[Any, Any] = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -73,17 +68,47 @@ def canvas(title: str, size: tuple[float, float], panels: int = 1, **subplots: A
     with mpl.rc_context(RC):
         figure = Figure(figsize=size, layout="constrained", dpi=110)
         axes = figure.subplots(ncols=panels, squeeze=False, **subplots).flatten().tolist()
-        figure.suptitle(textwrap.fill(title, int(11 * size[0])), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        title = textwrap.fill(title.replace(" x ", "\xa0x "), int(11 * size[0]))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     for each in axes:
         each.grid(True, color="#e5e5e5", lw=0.6)
         each.set_axisbelow(True)
     return figure, axes
 
 
+def caption(axes: Any, text: str) -> None:
+    """Write above the axes what they show."""
+    axes.set_title(text, fontsize=9, loc="left")
+
+
 def legend(figure: Any, *axes: Any, **more: Any) -> None:
     """Name all lines of the axes beside them, each once."""
     known = {text: line for each in axes for line, text in zip(*each.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known.keys(), loc="outside right center", frameon=False, **more)
+
+
+def number(axes: Any, points: Sequence[tuple[float, float]], others: Iterable[tuple[float, float]]) -> None:
+    """Write 1, 2, 3 and so on beside points, where no point and no other number is.
+
+    Args:
+        axes: with their scales and limits.
+        points: to be numbered.
+        others: of the same axes.
+    """
+    axes.figure.draw_without_rendering()
+    taken = [tuple(each) for each in axes.transData.transform([*points, *others])]
+    for count, (x, y) in enumerate(list(taken[: len(points)]), 1):
+        moves = [
+            (round(far * math.cos(turn)), round(far * math.sin(turn))) for far in (17, 24, 31) for turn in range(7)
+        ]
+
+        def room(move: tuple[int, int], x: float = x, y: float = y) -> float:
+            return min(math.dist((x + move[0], y + move[1]), each) for each in taken)
+
+        move = next((each for each in moves if room(each) > 15), max(moves, key=room))
+        taken.append((x + move[0], y + move[1]))
+        said = {"textcoords": "offset pixels", "ha": "center", "va": "center", "fontweight": "bold", "fontsize": 8}
+        axes.annotate(str(count), points[count - 1], xytext=move, **said)
 
 
 def plain(axis: Any, ticks: Iterable[float], unit: str = "") -> None:

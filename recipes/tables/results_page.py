@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
 __all__ = ["write_page"]
 
-HEAD = """# Recipes: quality against bytes
+HEAD = """# How good are the recipes on public data?
 
-Made by `make results`, from the CSV files beside it; do not edit. In each table all runs have the same steps; "- dense"
-is the mean over seeds of the score minus dense's of the same seed. The loss is that of the last validation, mean over
-seeds, and what it has over dense's of the same seed. Bytes are what each rank sends per step; the ratio is what float32
-would send over them. Steps were timed on one machine, where nothing is gained by sending less, some beside other work:
-what compression saves on a network is in [step time](step-time.md). Commands leave out where the data is
-(`data.root=...`).
+`make results DATA=folder` trains all of these again. It writes this page from the CSV files beside it: do not edit it.
+
+- In each table all runs have the same number of steps.
+- "- dense" is the mean over seeds of the score minus dense's of the same seed.
+- "val. loss" is that of the last validation, mean over seeds. "Over dense" compares it with dense's of the same seed.
+- Bytes are what each rank sends per step. The ratio is what float32 would send over them.
+- Steps were timed on one machine, some beside other work, where sending less gains nothing.
+  [Step time](step-time.md) has networks.
+- Commands leave out where the data is (`data.root=...`).
 """
 
 
@@ -164,7 +167,7 @@ def write_page(out: Path, comparisons: list[tuple[Comparison, list[Run]]]) -> No
 
 def plot(path: Path, comparison: Comparison, found: list[Line]) -> None:
     """Score against bytes per step, a point per seed; a PNG."""
-    from recipes.tables.drawing import amounts, canvas, legend, save, styles
+    from recipes.tables.drawing import amounts, canvas, caption, legend, save, styles
 
     some = found[0].rows[0]
     figure, (axes,) = canvas(point(comparison, found), (8.4, 4.2))
@@ -180,7 +183,7 @@ def plot(path: Path, comparison: Comparison, found: list[Line]) -> None:
     axes.set_ylabel(
         f"{some['metric']}{', ' if some['unit'].strip() else ''}{some['unit'].strip()} ({better} is better)"
     )
-    axes.set_title(comparison.title)
+    caption(axes, comparison.title)
     legend(figure, axes)
     save(figure, path)
 
