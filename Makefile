@@ -59,15 +59,17 @@ test-oldest:
 		| sed 's/>=/==/; s/\[[a-z]*\]//' | grep -v -e '^torch=' -e '^setuptools=' > .venv_oldest/oldest.txt
 	echo 'torch==$(OLDEST_TORCH)' >> .venv_oldest/oldest.txt
 	.venv_oldest/bin/python -m pip install --quiet --constraint .venv_oldest/oldest.txt --editable ".[dev]" -r recipes/requirements.txt
-	.venv_oldest/bin/python -m pytest -W default tests/strategies tests/conformance tests/callbacks tests/config tests/settings
+	.venv_oldest/bin/python -m pytest -W default --numprocesses $(WORKERS) --dist worksteal \
+		tests/strategies tests/conformance tests/callbacks tests/config tests/settings
 
 test-wheel: install
 	rm -rf dist .venv_wheel
 	$(BIN)/python -m build --no-isolation >/dev/null
 	$(PYTHON) -m venv .venv_wheel
 	.venv_wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
-	cd examples && ../.venv_wheel/bin/lightning-compress compressors && ../.venv_wheel/bin/python plain.py \
-		&& ../.venv_wheel/bin/lightning-compress advise --params 12.5e6 --ranks 4 --gbit 0.1 --compute-ms 77 --optimizer sgd
+	cd $$(mktemp -d) && $(CURDIR)/.venv_wheel/bin/lightning-compress compressors \
+		&& $(CURDIR)/.venv_wheel/bin/lightning-compress advise --params 12.5e6 --ranks 4 --gbit 0.1 --compute-ms 77 \
+		&& $(CURDIR)/.venv_wheel/bin/python $(CURDIR)/examples/plain.py
 
 clean:
 	rm -rf .venv .venv_oldest .venv_wheel build dist site *.egg-info outputs multirun

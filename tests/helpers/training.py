@@ -1,15 +1,22 @@
 """A small real training job that runs inside a rank of a pool."""
 
+import inspect
 import warnings
 from functools import cache, partial
+from importlib.metadata import version
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_compress import CompressedDDPStrategy
+
+LATER = pytest.mark.skipif(version("lightning") < "2.6", reason="what Lightning has from 2.6 on")
+"""For tests of it."""
 
 
 class Net(pl.LightningModule):
@@ -55,6 +62,13 @@ def _raw():
 def loader(dataset, batch=16):
     """Every rank its own share; the Trainer puts the distributed sampler in."""
     return DataLoader(dataset, batch, drop_last=True)
+
+
+def saving_on_exception(folder):
+    """A callback that saves ``stopped.ckpt`` on an exception, and at no other time."""
+    if "save_on_exception" in inspect.signature(ModelCheckpoint).parameters:  # from Lightning 2.6 on
+        return ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=100)
+    return OnExceptionCheckpoint(folder, "stopped")
 
 
 def quiet_trainer(strategy, **options):

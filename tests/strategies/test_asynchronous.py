@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_compress import AsyncGossipStrategy
 from tests.helpers.lives import live
-from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
+from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer, saving_on_exception
 
 METHODS = {
     "exact": {},
@@ -177,7 +177,7 @@ class Terminated(Callback):
 
 def _terminates(folder, rank):
     terminated = Terminated(rank)
-    save = ModelCheckpoint(folder, "stopped", save_on_exception=True)
+    save = saving_on_exception(folder)
     with pytest.raises(SIGTERMException):
         fit(AsyncGossipStrategy(), Slow, [terminated, save], epochs=3)
     again = Saves()

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_compress import GossipStrategy
 from tests.helpers.lives import live
-from tests.helpers.training import digits, loader, parameters
+from tests.helpers.training import digits, loader, parameters, saving_on_exception
 from tests.strategies.test_periodic import ByStep, Validated, Watch, fit, fit_again
 
 UNEVEN = [[0.5, 0, 1 / 3], [0.5, 0.5, 1 / 3], [0, 0.5, 1 / 3]]
@@ -126,7 +126,7 @@ class Fails(ByStep):
 
 
 def _fails(folder):
-    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=100, save_on_exception=True)
+    save = saving_on_exception(folder)
     fit(sgp(2), Fails, callbacks=[save])
 
 

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_compress import CommunicationMonitor, LocalSGDStrategy
 from lightning_compress.strategies.constructors import LOCAL_STEPS
 from tests.helpers.lives import live
-from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
+from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer, saving_on_exception
 from tests.strategies.test_periodic import (
     ByStep,
     Stream,
@@ -263,7 +263,7 @@ class FailsOnOne(ByStep):
 
 
 def _fails(kind, folder):
-    save = ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=100)
+    save = saving_on_exception(folder)
     fit(strategy(kind), make=FailsOnOne, callbacks=[save])
 
 
@@ -694,7 +694,7 @@ def test_a_timer_ends_all_ranks_where_they_meet(pools, kind, at):
 
 
 def _terminated(folder, ranks, kind):
-    save = ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=100)
+    save = saving_on_exception(folder)
     stopped = strategy(kind)
     with pytest.raises(SIGTERMException):
         fit(stopped, ByStep, callbacks=[Terminated(ranks), save], max_epochs=3)
