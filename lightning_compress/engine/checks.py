@@ -101,8 +101,13 @@ def check_accumulation(static_graph: bool, accumulate: int) -> None:
         )
 
 
-def check_clipping(settings: RunState, clip: float | None) -> None:
+def check_clipping(settings: RunState, clip: float | None, given: str = "gradient_clip_val") -> None:
     """Raise ValueError if gradient clipping would apply to a method whose output is not a mean of gradients.
+
+    Args:
+        settings: of the compression.
+        clip: the bound; None or 0 or less: none.
+        given: name of the argument that the bound was given as.
 
     Raises:
         ValueError: it would.
@@ -110,9 +115,9 @@ def check_clipping(settings: RunState, clip: float | None) -> None:
     if not clip or clip < 0 or (by := settings.steps_by) is None:
         return
     raise ValueError(
-        f"gradient_clip_val={clip} cannot be combined with {by}, which gives the optimizer steps instead of mean "
-        "gradients, so clipping would shorten every step. Use the strategy's "
-        f"local_clip_norm={clip}, which clips each rank's gradients before compression, and gradient_clip_val=None"
+        f"{given}={clip} cannot be combined with {by}, which gives the optimizer steps instead of mean gradients, so "
+        f"clipping would shorten every step. Use the strategy's local_clip_norm={clip}, which clips each rank's "
+        f"gradients before compression, and leave {given} out"
     )
 
 
@@ -171,6 +176,11 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
         ValueError: it is not, or has.
     """
     if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # torch.compile wraps it
+        if hasattr(ddp, "_forward_module"):
+            raise ValueError(
+                f"{type(ddp).__name__} is Fabric's wrapper, whose checkpoints would lose each rank's residual: use "
+                "Fabric(strategy=lightning_compress.fabric.CompressedDDPStrategy(...)) in place of attach"
+            )
         raise ValueError(
             f"{type(ddp).__name__} is not a DistributedDataParallel: pass "
             "torch.nn.parallel.DistributedDataParallel(module), on every rank"
