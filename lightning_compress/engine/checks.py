@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, consensus
+from lightning_compress.core import state_check
 from lightning_compress.settings.options import check_gone
 from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.rules import kinds_of
@@ -314,6 +315,20 @@ def check_ranks_agree(
     consensus.check(
         compared, problem, collective, device, f"{consensus.SAME_ARGUMENTS}. Rank {collective.rank} has {settings}"
     )
+
+
+def check_state(state: object, collective: Collective, device: torch.device) -> None:
+    """Validate a rank's state that was read from a file. Collective.
+
+    Raises:
+        ValueError: on every rank: on one of them it is not a state, or another rank's.
+    """
+    problem = None
+    try:
+        state_check.check_rank(state_check.check(state), collective.rank)
+    except ValueError as error:  # the other ranks wait for this rank's answer
+        problem = error
+    consensus.check({}, problem, collective, device, "")
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, nn.Parameter]]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.core import errors, state_check, state_dict
+from lightning_compress.core import errors, state_dict
 from lightning_compress.core.state_dict import StateDict
 from lightning_compress.engine import checks
 from lightning_compress.engine.accumulation import FiniteGuard, Passes
@@ -218,13 +218,13 @@ class Compression:
     def load_state_dict(self, state: StateDict) -> None:
         """Continue from a ``state_dict`` and its groups; parameters that it lacks begin with initial states.
 
-        All ranks must call it.
+        Collective: all ranks must call it.
 
         Raises:
             ValueError: it is not a state, or of another method or rank; then nothing changed. Or parts of it do not
                 fit; then all states are reset.
         """
-        state_check.check_rank(state_check.check(state), self._collective.rank)
+        checks.check_state(state, self._collective, self.device)
         if state["method"] not in self.settings.families:
             raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
         self.reset()

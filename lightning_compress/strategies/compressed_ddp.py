@@ -256,7 +256,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         min_numel: Parameters with fewer elements are sent as float32: an integer from 0; default 1024. The same holds
             for all 1-D parameters (biases, norms). Together they are about 1 % of the bytes, and the most sensitive.
             They travel in the same message. Casts (``bf16``, ``fp16``) are applied to them too.
-        seed: Seed of all randomness: an integer from 0; default 0. Equal seeds give equal messages.
+        seed: Seed of all randomness: an integer from 0, or None, which is 0; default 0. Equal seeds give equal
+            messages.
         state: Where checkpoints keep residuals and other per-rank state: "sidecar", "mean" or "none"; default
             "sidecar".
 

@@ -39,7 +39,7 @@ class CompressionMixin(_Base):
         error_feedback: bool | str | dict[str, Any] | None = None,
         warmup_steps: int | None = None,
         min_numel: int = 1024,
-        seed: int = 0,
+        seed: int | None = 0,
         state: SavedState = "sidecar",
         strict_state: bool = False,
         schedule: str | dict[str, Any] | None = None,
