@@ -38,11 +38,11 @@ class NeedsStrategy(Callback):
         """End the program with a message, because Hydra turns exceptions of a callback into warnings."""
         node = OmegaConf.to_container(config, resolve=False)
         assert isinstance(node, dict)
-        choices = node.pop("hydra")["runtime"]["choices"]
-        if "compressor" in choices and not any(map(_takes_compressor, _values(node))):
+        chosen = node.pop("hydra")["runtime"]["choices"].get("compressor")
+        if chosen is not None and not any(map(_takes_compressor, _values(node))):
             sys.exit(
-                f"ValueError: compressor={choices['compressor']} has no effect: no strategy in the config takes it. Add "
-                "'strategy@trainer.strategy: compressed_ddp' to the defaults list, after the trainer; on a command "
+                f"ValueError: compressor={chosen} has no effect: no strategy in the config takes it. "
+                "Add 'strategy@trainer.strategy: compressed_ddp' to the defaults list, after the trainer; on a command "
                 "line, +strategy@trainer.strategy=compressed_ddp. Or leave the compressor out"
             )
 

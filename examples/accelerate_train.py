@@ -5,6 +5,7 @@ import os
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from task import Data, Net
 from torch.utils.data import DataLoader
 
@@ -18,7 +19,8 @@ if __name__ == "__main__":
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
     arguments = parser.parse_args()
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)  # leave cpu out to train on GPUs
+    order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1)  # or a resumed run shuffles otherwise
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=order)  # no cpu=True on GPUs
     torch.manual_seed(1)
     net, data = Net(), Data()
     batches = DataLoader(data.training, 32, shuffle=True)
