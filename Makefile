@@ -3,6 +3,7 @@
 # again, hours; with quick=true, minutes.   make test-oldest: what meets Lightning and the other packages, in .venv_oldest,
 # with the oldest versions that are promised; but torch, of which PyPI has no older build for the CPU: OLDEST_TORCH=2.7.0
 # where pip has an index of such builds.   make test-wheel: the package as users get it, in .venv_wheel, which is new.
+# make docs: the site, in site/; a warning or a dead link is an error.
 PYTHON ?= python3
 DATA ?= data
 OLDEST_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -11,7 +12,7 @@ WORKERS := 4
 APART := unshare --net ip link >/dev/null 2>&1  # whether bytes are counted in a network namespace, beside other tests
 unexport PYTHONDONTWRITEBYTECODE  # or each worker compiles all tests again
 
-.PHONY: install demo results test thorough test-oldest test-wheel lint types unit clean
+.PHONY: install demo docs results test thorough test-oldest test-wheel lint types unit clean
 
 install: .venv/.installed
 
@@ -25,6 +26,14 @@ demo: install
 
 results: install
 	$(BIN)/python -m recipes.tables.results $(if $(quick),--quick,--data $(DATA))
+
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+docs: .venv/.docs
+	$(BIN)/python -m tools.pages
+	$(BIN)/zensical build --strict --clean
 
 lint: install
 	$(BIN)/ruff check .
@@ -63,4 +72,4 @@ test-wheel: install
 		&& $(CURDIR)/.venv_wheel/bin/python $(CURDIR)/examples/plain.py
 
 clean:
-	rm -rf .venv .venv_oldest .venv_wheel build dist *.egg-info outputs multirun
+	rm -rf .venv .venv_oldest .venv_wheel build dist site *.egg-info outputs multirun

@@ -69,8 +69,10 @@ def accuracy(
     jobs = list[Job]()
     for seed in seeds:
         usual = [Job(method, ranks, batches, seed=seed, rate=rate, root=root) for method in METHODS]
-        late = {"sleep_s": STRAGGLER_S[bool(root)], "slow": SLOW}
-        jobs += [*usual, *(dataclasses.replace(each, **late) for each in usual if each.method == "AD-PSGD")]
+        straggling = dataclasses.replace(
+            usual[list(METHODS).index("AD-PSGD")], sleep_s=STRAGGLER_S[bool(root)], slow=SLOW
+        )
+        jobs += [*usual, straggling]
     rows = _rows(path)
     for job in jobs:
         key = tuple(str(getattr(job, name)) for name in KEYS)

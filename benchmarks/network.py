@@ -6,6 +6,7 @@
     sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers
     sudo python -m benchmarks.network --rate 100mbit --set local --model transformer --steps 60
     sudo python -m benchmarks.network --rate 1gbit --set delay              # averages applied at once and a step later
+    sudo python -m benchmarks.network --model resnet20 --rate 100mbit --set delay --asleep-ms 100  # with cores to spare
     sudo python -m benchmarks.network --rate 100mbit --delay-ms 10          # a round trip of 10 ms: sites far apart
     sudo python -m benchmarks.network --trainer --model resnet20 --methods bf16,onebit --delay-ms 10
 
@@ -46,15 +47,19 @@ from benchmarks._network.trace import DENSE
 REPLAYED = [*DENSE, "bf16", "onebit", "rotated", "topk 1 %", "dgc 0.1 %", "powersgd 1"]
 ONLY_WITH = {"contended": {"record"}, "slow": {"replay", "validate"}, "faster": {"replay", "validate"}}
 """Options, and the tasks that they are for."""
-NOT_WITH = [("methods", "set"), *((name, "replay") for name in ("ranks", "model", "rounds", "warm"))]
-"""Options that do not go together: a recording has its ranks and its model."""
+NOT_WITH = [
+    ("methods", "set"),
+    *((name, "replay") for name in ("ranks", "model", "rounds", "warm")),
+    *(("asleep_ms", name) for name in ("trainer", "record", "replay", "validate", "rounds")),
+]
+"""Options that do not go together: a recording has its ranks and its model; what sleeps does so in one round."""
 
 
 @plain_errors()
 def main() -> None:
     """Measure and print the tables."""
     arguments = parse()
-    cells = run(arguments)
+    cells = arguments.cells if arguments.measured else run(arguments)
     if arguments.plot:
         draw(cells, arguments.plot)
 
@@ -90,7 +95,8 @@ def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[
         return [({"how": "recorded"}, found)]
     if arguments.validate:
         return [({"how": "replayed"}, played(arguments, record(*task, one_by_one=False), rate))]
-    return [({}, measure(*task, by="fit" if arguments.trainer else "rank"))]
+    said = {"how": f"computing emulated by a sleep of {arguments.asleep_ms:g} ms"} if arguments.asleep_ms else {}
+    return [(said, measure(*task, "fit" if arguments.trainer else "rank", arguments.asleep_ms))]
 
 
 def played(arguments: argparse.Namespace, recorded: dict[str, Any], rate: str) -> dict[str, Any]:
@@ -108,6 +114,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--ranks", type=positives, default=[4], help="one number or several, by commas (4)")
     add("--rates", "--rate", default="1gbit", help="of each link, as tc writes it, by commas; none: not limited")
     add("--delay-ms", type=float, default=0.0, help="that a round trip takes at least; 0: none is added")
+    add("--asleep-ms", type=above_zero, help="computing is a sleep of so long, so that cores are free for messages")
     add("--trainer", action="store_true", help="train by Lightning, with and without its broadcast in every batch")
     add("--model", choices=MODELS, default="mlp")
     add("--methods", help=f"names, or JSON of attach()'s arguments, by commas; {everything}".replace("%", "%%"))
@@ -117,6 +124,7 @@ def command_line() -> argparse.ArgumentParser:
     add("--warm", type=natural, default=4, help="steps in each round before those that count")
     add("--json", type=file_to_write, help="write the figures here, after each cell")
     add("--plot", type=file_to_write, help="draw step time against rate and ranks, a PNG")
+    add("--measured", type=Path, help="draw the figures that --json wrote to this file, in place of measuring")
     add("--record", type=file_to_write, help="take the steps of one cell down to this file")
     add("--contended", action="store_true", help="recorded ranks compute at once, not one by one")
     add("--replay", type=Path, help="play a recorded file")
@@ -186,6 +194,8 @@ def check(arguments: argparse.Namespace) -> None:
     cells = [{"ranks": ranks, "rate": rate} for ranks in arguments.ranks for rate in arguments.rates]
     if arguments.record and len(cells) > 1:
         raise ValueError("--record keeps one cell; give one number of --ranks and one of --rates")
+    if arguments.measured:
+        cells = arguments.cells = json.loads(arguments.measured.read_text())["cells"]
     if arguments.plot:
         panels(cells)
     arguments.methods = chosen_methods(arguments)

@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="folder that holds multi30k, for the LSTM")
     parser.add_argument("--stage", choices=STAGES, help="compare what makes up for errors")
     parser.add_argument("--csv", type=Path, help="its results so far; a row is added after every run")
-    parser.add_argument("--picture", type=Path, help="loss against bits, as PNG")
+    parser.add_argument("--picture", type=Path, help="loss against bits, as PNG; without --root of what is there")
     parser.add_argument("--markdown", action="store_true", help="print the runs in --csv, all stages side by side")
     parser.add_argument("--json", type=Path, help="results so far; written after every run")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="all that there are, if left out")
@@ -275,8 +275,11 @@ def main() -> None:
         print(compensation.markdown(compensation.read(arguments.csv)))
         return
     if arguments.stage:
-        if arguments.csv is None or arguments.root is None:
-            parser.error("--stage needs --csv and --root")
+        if arguments.csv is None or (arguments.root is None and arguments.picture is None):
+            parser.error("--stage needs --csv, and --root to train or --picture to draw what is there")
+        if arguments.root is None:
+            compensation.picture(compensation.read(arguments.csv), arguments.stage, arguments.picture)
+            return
         run_stage(arguments.stage, arguments.root, arguments.csv, arguments.picture, arguments.seeds)
         return
     if arguments.json is None:

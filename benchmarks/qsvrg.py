@@ -2,6 +2,7 @@
 
     python -m benchmarks.qsvrg
     python -m benchmarks.qsvrg --ranks 8 --csv qsvrg.csv --plot qsvrg.png
+    python -m benchmarks.qsvrg --staleness 4 --rate 0.25
 
 QSVRG (Alistarh et al., NIPS 2017, arXiv:1610.02132) is SVRG (Johnson and Zhang, NIPS 2013) whose ranks send their
 corrected gradients through QSGD. The correction takes the same rows' gradient at the epoch's first point away, and adds
@@ -11,14 +12,15 @@ corrected step computes two gradients.
 
 The problem is softmax regression on scikit-learn's digits with a squared penalty, 650 weights. Ranks are threads. Each
 has its share of the rows. Gradients are encoded, travel by ``all_gather`` (float32: ``all_reduce``) and are decoded. An
-epoch of SVRG begins with one full gradient in float32. Newton's method finds the optimum.
+epoch of SVRG begins with one full gradient in float32. Newton's method finds the optimum. With ``--staleness`` ranks do
+not wait for each other in a step: each sends its steps to all others, and none is further ahead of the slowest than
+that (``BoundedStaleness``). They meet at the end of an epoch.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import io
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,9 +32,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive
+from lightning_compress.asynchronous.bounded_staleness import BoundedStaleness
+from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.codecs import QSGD, Codec, Dense
 from lightning_compress.collectives import Collective, CountingCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.collectives.links import Links
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.exchanges import AllGather, AllReduce
@@ -169,6 +174,20 @@ class Training:
     seed: int = 0
 
 
+def corrected(problem: Problem, weights: Tensor, drawn: Tensor, first: Tensor, full: Tensor | None) -> Tensor:
+    """Return the gradient of the drawn rows.
+
+    Args:
+        problem: whose gradient.
+        weights: where.
+        drawn: rows.
+        first: the epoch's first point.
+        full: the gradient of all rows there; None: without a correction.
+    """
+    gradient = problem.gradient(weights, drawn)
+    return gradient if full is None else gradient + full - problem.gradient(first, drawn)
+
+
 def distances(problem: Problem, method: Method, ranks: int, training: Training) -> tuple[list[float], float]:
     """Train on so many thread ranks.
 
@@ -188,9 +207,7 @@ def distances(problem: Problem, method: Method, ranks: int, training: Training) 
             full = exact(problem.gradient(first, own), 0) if method.corrects else None
             for step in range(training.steps):
                 drawn = own[torch.randint(len(own), (training.batch,), generator=drawing)]
-                gradient = problem.gradient(weights, drawn)
-                if full is not None:
-                    gradient += full - problem.gradient(first, drawn)
+                gradient = corrected(problem, weights, drawn, first, full)
                 weights -= training.rate / problem.smoothness * mean(gradient, mix(training.seed, epoch, step))
             found.append(float(problem.value(weights)) - problem.optimum)
         return found, 8 * meter.bytes_sent / weights.numel() / (training.epochs * training.steps)
@@ -199,23 +216,56 @@ def distances(problem: Problem, method: Method, ranks: int, training: Training) 
     return run_threads(ranks, program)[0]
 
 
+def late_distances(
+    problem: Problem, method: Method, ranks: int, training: Training, staleness: int
+) -> tuple[list[float], float]:
+    """Train on so many thread ranks that wait for each other only if one is too far ahead; see ``distances``."""
+    settings = SSP(staleness, method.codec, training.seed, error_feedback=False, min_numel=1)
+
+    def program(collective: Collective) -> tuple[list[float], float]:
+        own = torch.arange(collective.rank, len(problem.rows), ranks)
+        drawing = torch.Generator().manual_seed(mix(training.seed, collective.rank))
+        weights, found = torch.zeros(problem.shape), []
+        running = BoundedStaleness({"weights": weights}, settings, collective.rank, ranks)
+        others = [rank for rank in range(ranks) if rank != collective.rank]
+        links = Links(collective, others, running.answer, running.kinds, 60.0, CPU)
+        running.connect(links)
+        for _ in range(training.epochs):
+            first, full = weights.double(), problem.gradient(weights.double(), own)
+            collective.all_reduce(full)
+            for _ in range(training.steps):
+                running.wait()
+                drawn = own[torch.randint(len(own), (training.batch,), generator=drawing)]
+                mean = full / ranks if method.corrects else None
+                gradient = corrected(problem, weights.double(), drawn, first, mean)
+                running.begin()
+                weights -= (training.rate / problem.smoothness * gradient).float()
+                running.end()
+            running.pause()
+            running.agree(collective)
+            running.resume()
+            found.append(float(problem.value(weights.double())) - problem.optimum)
+        sent = sum(links.sent.values())
+        collective.all_reduce(torch.zeros(1))  # the others may still read
+        running.close()
+        links.close()
+        return found, 8 * sent / weights.numel() / (training.epochs * training.steps)
+
+    problem.optimum, problem.smoothness  # noqa: B018  # once, and not in each thread
+    return run_threads(ranks, program, timeout=600)[0]
+
+
 def draw(found: dict[str, list[float]], title: str, path: Path) -> None:
     """Write the picture, a PNG."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from PIL import Image
+    from recipes.tables.drawing import canvas, legend, save, styles
 
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained", dpi=100)
-        axes = figure.subplots()
-        for name, each in found.items():
-            axes.semilogy(range(1, len(each) + 1), [max(value, 1e-16) for value in each], marker="o", ms=3, label=name)
-        axes.set(title=title, xlabel="epochs", ylabel="value above the optimum")
-        axes.grid(True, color="#e5e5e5", lw=0.6)
-        axes.legend(frameon=False)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
-    Image.open(picture).convert("RGB").quantize(64).save(path, optimize=True)
+    figure, (axes,) = canvas(title, (7.4, 3.8))
+    for name, style in styles(found).items():
+        values = [max(value, 1e-16) for value in found[name]]
+        axes.semilogy(range(1, len(values) + 1), values, ms=4, label=name, **style)
+    axes.set(xlabel="epochs", ylabel="value above the optimum")
+    legend(figure, axes)
+    save(figure, path)
 
 
 def write(found: dict[str, list[float]], bits: dict[str, float], path: Path) -> None:
@@ -239,6 +289,7 @@ def main() -> None:
     add("--rate", type=above_zero, default=Training.rate, help="in units of 1 / smoothness (default: %(default)s)")
     add("--penalty", type=above_zero, default=0.1, help="of the squared weights (default: %(default)s)")
     add("--seed", type=natural, default=Training.seed)
+    add("--staleness", type=natural, help="ranks may be so many steps ahead of the slowest; all at the same step")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     add("--csv", type=file_to_write, help="write the figures here")
     add("--plot", type=file_to_write, help="draw them here")
@@ -248,8 +299,11 @@ def main() -> None:
     training = Training(given.epochs, given.steps, given.batch, given.rate, given.seed)
     found, bits = {}, {}
     for name in given.methods:
-        found[name], bits[name] = distances(problem, METHODS[name], given.ranks, training)
+        what = problem, METHODS[name], given.ranks, training
+        late = given.staleness is not None
+        found[name], bits[name] = late_distances(*what, given.staleness) if late else distances(*what)
     title = f"{given.ranks} ranks, condition number {problem.smoothness / problem.penalty:.0f}"
+    title += f", at most {given.staleness} steps ahead" if given.staleness is not None else ""
     epochs = [str(epoch) for epoch in range(1, given.epochs + 1)]
     table = Table("method", "bits", *epochs, title=f"value above the optimum, by epoch: {title}")
     table.caption = "bits: what a rank sends for a weight and step, to all others together"

@@ -57,6 +57,7 @@ def _register(_: ModuleType) -> None:
     import_module("lightning_compress.strategies.compressed_ddp")
     import_module("lightning_compress.strategies.constructors")
     import_module("lightning_compress.strategies.asynchronous")
+    import_module("lightning_compress.fabric")  # lightning imports its Fabric with its Trainer
 
 
 @when_imported("pytorch_lightning")

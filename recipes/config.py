@@ -240,6 +240,7 @@ def refuse_unknown_choice(arguments: list[str]) -> None:
         for each in value.split(",") if known else ():
             if re.fullmatch(r"[\w-]+", each) and each not in known:
                 said = f"{nearest(each, known)} choose from {', '.join(known)}".lstrip()
+                said += f", or leave it out by ~{group}" * (each == "null")
                 raise ValueError(f"{group}={each}: {said}")
 
 

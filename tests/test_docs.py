@@ -7,7 +7,7 @@ import pytest
 
 from tests.test_house import PACKAGE, ROOMS, ROOT
 
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
 PHRASES = (  # what no reader knows, and what to write
     ("made true", "committed"),
     ("stays home", "local residual"),

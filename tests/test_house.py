@@ -29,10 +29,10 @@ ROOMS = [
     ("asynchronous",),
     ("strategies", "callbacks", "compare", "testing"),
     ("commands",),
-    ("pytorch_lightning", "__main__"),
+    ("pytorch_lightning", "fabric", "ray", "__main__"),
     ("contrib",),  # loaded by name, so that nothing imports it
 ]
-LIGHTNING_ALLOWED = {"strategies", "callbacks", "pytorch_lightning", "contrib"}
+LIGHTNING_ALLOWED = {"strategies", "callbacks", "pytorch_lightning", "fabric", "ray", "contrib"}
 COMPILERS = {"numba", "triton", "llvmlite"}
 
 

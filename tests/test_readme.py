@@ -1,4 +1,4 @@
-"""Every code block of the README runs, and those of Python on pages that have no test of their own."""
+"""Every code block of the README runs, and those of pages that have no test of their own."""
 
 import contextlib
 import importlib
@@ -21,21 +21,24 @@ from tests.config.composing import composed
 from tests.helpers import forked
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTED = ("backward", "choose", "gossip", "local-steps", "recipes", "reliability", "settings")
-"""Pages without a test of their own."""
-PAGES = {"README": (ROOT / "README.md").read_text()} | {page: (ROOT / f"docs/{page}.md").read_text() for page in TESTED}
+OWN = ("extending", "two-machines")
+"""Pages with a test of their own: tests/installed/test_extending.py, tests/test_two_machines.py."""
+SOURCES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.stem not in OWN)]
+PAGES = {str(page.relative_to(ROOT).with_suffix("")): page.read_text() for page in SOURCES}
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", "".join(PAGES.values()), flags=re.MULTILINE | re.DOTALL)
-COMMANDS = [
+SHELL = [body for kind, body in BLOCKS if kind == "bash"]
+SHELL += re.findall(r"^    ((?:python|sudo) .*\n)", "".join(PAGES.values()), flags=re.MULTILINE)
+COMMANDS = {
     line.split("  #")[0].strip()
-    for kind, body in BLOCKS
-    if kind == "bash"
-    for line in body.splitlines()
+    for body in SHELL
+    for line in re.sub(r" *\\\n *", " ", body).splitlines()
     if line.strip()
-]
-
+}
+QUICKSTART = "docs/quickstart"
 PYTHON = {
     f"{page} {number}": body
     for page, text in PAGES.items()
+    if page != QUICKSTART  # it starts processes: a script of its own
     for number, body in enumerate(re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
 }
 EVERY_BLOCK = """
@@ -94,22 +97,41 @@ def test_yaml(text, tmp_path):
     assert isinstance(LightningCLI(Net, args=arguments, run=False).trainer.strategy, CompressedDDPStrategy)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def test_quickstart(tmp_path):
+    """The script of the page trains, logs the line that the page shows, and goes on from its checkpoint."""
+    script, resumed = re.findall(r"^```python\n(.*?)^```", PAGES[QUICKSTART], flags=re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```text\n(.*?)^```", PAGES[QUICKSTART], flags=re.MULTILINE | re.DOTALL)
+    fit = "trainer.fit(Net(), DataLoader(data, batch_size=32))"
+    again = script.replace("max_epochs=2", "max_epochs=3").replace(fit, resumed.removeprefix("# ").strip())
+    for name, text in (("train.py", script), ("again.py", again)):
+        (tmp_path / name).write_text(text)
+        said = run([sys.executable, name], cwd=tmp_path)
+        assert "total" in said or "sent" in said
+    assert again != script
+    assert (tmp_path / "last.ckpt").exists()
+    assert shown.strip()
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_command(command, capsys):
-    words = shlex.split(command)
+    words = shlex.split(command.removeprefix("sudo "))
     if words[:3] == ["python", "-m", "recipes.train"]:
         overrides = [each for each in words[3:] if not each.startswith("-") and each != "job"]
         assert "_target_: lightning_compress" in OmegaConf.to_yaml(composed(*whole_paths(overrides)), resolve=True)
     elif words[:3] == ["python", "-m", "recipes.predict"]:  # where there is no such checkpoint, it says so
         assert predict.main(words[3:]) == 1
         assert f"checkpoint {words[3]}: there is no such file" in capsys.readouterr().err
-    elif words[0] == "python" and words[2].startswith("benchmarks."):  # how each is used is tested below
-        assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
+    elif words[0] == "python" and words[2].startswith(("benchmarks.", "tests.")):  # how each is used is tested below
+        path = ROOT / words[2].replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
     elif words[0] == "lightning-compress":
         main(words[1:])
         assert capsys.readouterr().out
-    elif words[0] in ("export", "torchrun"):  # tests/test_two_machines.py runs them
-        assert command in (ROOT / "docs/two-machines.md").read_text()
+    elif words[0] in ("export", "torchrun"):
+        elastic = command in PAGES["docs/reliability"]  # tests/faults/test_elastic.py
+        assert elastic or command in (ROOT / "docs/two-machines.md").read_text()  # tests/test_two_machines.py
+    elif words[0] == "mkdir":
+        run(["bash", "-n", "-c", command])
     elif words[0] == "make":
         run([words[0], "--dry-run", *words[1:]])
     elif words[:2] == ["pip", "install"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -53,23 +52,18 @@ def curve(slack: float | None, bits: int = 1, rounds: int = ROUNDS) -> npt.NDArr
 
 def draw(path: Path, rounds: int = ROUNDS) -> dict[str, tuple[float, float]]:
     """Run all, draw them, and return where each ended."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from PIL import Image
+    from recipes.tables.drawing import canvas, caption, legend, save
 
     curves = {label: curve(slack, rounds=rounds) for label, slack in SLACKS.items()}
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(10, 3.4), layout="constrained", dpi=100)
-        for place, axis in enumerate(figure.subplots(1, 2)):
-            for label, each in curves.items():
-                axis.semilogy(np.maximum(each[:, place], 1e-5), label=label, lw=1.2)
-            axis.set_title(("error of the mean model", "distance of a rank from the mean")[place] + ", largest")
-            axis.set_xlabel("rounds")
-            axis.grid(True, color="#e5e5e5", lw=0.6)
-        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        figure.suptitle("Moniqua at 1 bit: a quadratic of 1,000 numbers, 8 ranks on a ring, theta 1")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
-    Image.open(picture).convert("RGB").quantize(64).save(path, optimize=True)
+    title = "Moniqua at 1 bit: with slack the mean model reaches the optimum, without slack the ranks part"
+    figure, panels = canvas(title, (10.4, 3.8), 2)
+    for place, axes in enumerate(panels):
+        for number, (label, each) in enumerate(curves.items()):
+            mark = {"marker": "os^Dv"[number % 5], "markevery": (number * rounds // 40, max(1, rounds // 8)), "ms": 4}
+            axes.semilogy(np.maximum(each[:, place], 1e-5), label=label, lw=1.2, **mark)
+        caption(axes, ("error of the mean model, largest of 1,000", "distance of a rank from the mean, largest")[place])
+        axes.set_xlabel("rounds; 8 ranks on a ring")
+        axes.set_ylabel("largest difference in a number")
+    legend(figure, *panels)
+    save(figure, path)
     return {label: (float(each[-1, 0]), float(each[-1, 1])) for label, each in curves.items()}

@@ -22,6 +22,7 @@ def measure(
     warm: int = 4,
     delay_ms: float = 0.0,
     by: str = "rank",
+    asleep_ms: float | None = None,
 ) -> Found:
     """Median milliseconds of a step, bytes on the wire and by formula, by method; the round trip, measured.
 
@@ -35,11 +36,14 @@ def measure(
         warm: steps of each round before those that count.
         delay_ms: that a round trip takes at least.
         by: what trains, "rank" or, with Lightning's Trainer, "fit".
+        asleep_ms: a step's computing, if it is a sleep.
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
     """
     told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm}
+    if asleep_ms:
+        by, told = "slept", told | {"asleep_ms": asleep_ms}
     with Lab(ranks, rate, delay_ms) as lab:
         found = run_ranks(lab, told, f"benchmarks._network.{by}")[0]
     found.pop("traces", None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from benchmarks._network.lab import bits_per_second
+from recipes.tables.drawing import canvas, caption, legend, save, styles
 
 Cell = dict[str, Any]
 LINES = 9
@@ -23,15 +23,10 @@ FIRST = (
     "topk 1 %",
     "dgc 0.1 %",
 )
-COLORS = (
-    *("#999999", "#000000", "#7f7f7f", "#8c564b", "#bcbd22", "#1f77b4"),
-    *("#9467bd", "#2ca02c", "#d62728", "#ff7f0e", "#17becf"),
-)
-MARKERS = "xosp^DvP*<>"
 
 
 def draw(cells: list[Cell], path: Path) -> None:
-    """Write the picture, a PNG of 128 colours.
+    """Write the picture, a PNG.
 
     Args:
         cells: each with ``model``, ``ranks``, ``rate`` and ``ms`` by method, and ``compressor`` where methods are
@@ -41,37 +36,34 @@ def draw(cells: list[Cell], path: Path) -> None:
     Raises:
         ValueError: there is nothing to draw a line through.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from PIL import Image
-
     cells, subject = _subject(cells)
     parts = panels(cells)
     names = shown(list(dict.fromkeys(name for cell in cells for name in cell["ms"])))
-    others = [name for name in names if name not in FIRST]
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(4.4 * len(parts) + 1.8, 3.8), layout="constrained", dpi=110)
-        axes = figure.subplots(1, len(parts), squeeze=False, sharey=True).flatten()
-        for place, (label, against, points) in zip(axes, parts, strict=True):
-            place.set_title(label)
-            for name in names:
-                number = FIRST.index(name) if name in FIRST else len(FIRST) + others.index(name)
-                line = sorted((x, cell["ms"][name]) for x, cell in points if name in cell["ms"])
-                style = {
-                    "color": COLORS[number % len(COLORS)],
-                    "marker": MARKERS[number % len(MARKERS)],
-                    "ls": "--" if number == 0 else "-",
-                }
-                place.plot(*zip(*line, strict=True), ms=5, lw=1.4, label=name, **style) if line else None
-            _frame(place, against, sorted({x for x, _ in points}))
-        axes[0].set_ylabel("median step, ms")
-        axes[0].yaxis.set_tick_params(labelleft=True)
-        figure.suptitle(subject, fontsize=10)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right center", frameon=False)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
-    Image.open(picture).convert("RGB").quantize(128).save(path, optimize=True)
+    figure, axes = canvas(point(parts), (4.6 * len(parts) + 2.2, 4.0), len(parts), sharey=True)
+    for place, (label, against, points) in zip(axes, parts, strict=True):
+        caption(place, f"{subject}, {label}")
+        for name, style in styles(names).items():
+            line = sorted((x, cell["ms"][name]) for x, cell in points if name in cell["ms"])
+            drawn = style | {"ls": "--" if name == "no communication" else "-", "ms": 5, "lw": 1.4, "label": name}
+            place.plot(*zip(*line, strict=True), **drawn) if line else None
+        _frame(place, against, sorted({x for x, _ in points}))
+    axes[0].set_ylabel("median step, ms")
+    axes[0].yaxis.set_tick_params(labelleft=True)
+    legend(figure, *axes)
+    save(figure, path)
+
+
+def point(parts: list[tuple[str, str, list[tuple[float, Cell]]]]) -> str:
+    """Return how many times as fast as DDP the most exact fast method is, at both ends of the first panel."""
+    _, against, points = parts[0]
+    ends = [cell["ms"] for _, cell in sorted(points, key=lambda point: point[0])]
+    ends = [ends[0], ends[-1]]
+    ours = next((name for name in ("rotated", "onebit", *ends[0]) if all(name in ms for ms in ends)), "")
+    if not ours or any("DDP" not in ms for ms in ends):
+        return "Step time"
+    at = [_speed(x) if against == "rate" else f"{x:g} ranks" for x in sorted(x for x, _ in points)]
+    low, high = (ms["DDP"] / ms[ours] for ms in ends)
+    return f"A step with {ours} is {low:.1f} x as fast as DDP's at {at[0]}, {high:.1f} x at {at[-1]}"
 
 
 def shown(names: list[str]) -> list[str]:
@@ -128,7 +120,6 @@ def _frame(place: Any, against: str, values: list[float]) -> None:
     place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     place.yaxis.set_minor_locator(NullLocator())
     place.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    place.grid(True, which="both", color="#e5e5e5", lw=0.6)
 
 
 def _speed(bits: float) -> str:

@@ -98,31 +98,33 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def picture(rows: Sequence[Row], stage: str, path: Path) -> None:
-    """Loss over dense against bits, a colour for each method, and the Pareto front by name.
+    """Loss over dense against bits, a colour for each method; those of the Pareto front have a number and a name.
 
     What is within 0.1 % of dense, or better, is drawn there.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from recipes.tables.drawing import canvas, caption, legend, number, plain, save, styles
 
     losses = {name: each for name, each in over_dense(rows, stage).items() if name != "dense"}
     points = {
         name: (bits(rows, stage, name), max(100 * (statistics.mean(each) - 1), 0.1)) for name, each in losses.items()
     }
-    front = pareto(points)
-    figure, axes = pyplot.subplots(figsize=(11, 8))
+    front = sorted(pareto(points), key=lambda name: points[name])
     methods: dict[str, list[tuple[float, float]]] = {}
     for name, point in points.items():
         methods.setdefault(name.split()[0].rstrip(","), []).append(point)
-    for number, (method, of) in enumerate(methods.items()):
-        axes.plot(*zip(*of, strict=True), "os^DvP"[number % 6], color=f"C{number}", label=method)
-    for name in front:
-        axes.annotate(name, points[name], textcoords="offset points", xytext=(6, -10), fontsize=8)
-    axes.plot(*zip(*sorted(points[name] for name in front), strict=True), color="black", linewidth=0.8)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    axes.set(xscale="log", yscale="log", xlabel="bits an element and step, of an all-reduce")
-    axes.set(ylabel="more held-out loss than dense, %", title=STAGES[stage].title)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    some = dict.fromkeys((front[0], front[len(front) // 2], front[-1]))
+    title = f"Least loss for their bits: {'; '.join(f'{name} at {points[name][0]:.2g} bits' for name in some)}"
+    figure, (axes,) = canvas(title, (11, 6.4))
+    for method, style in styles(methods).items():
+        axes.plot(*zip(*methods[method], strict=True), ls="", label=method, **style)
+    axes.plot(*zip(*(points[name] for name in front), strict=True), color="black", lw=0.8, zorder=0)
+    for place, name in enumerate(front, 1):
+        axes.plot([], [], ls="", label=f"{place}  {name}")
+    axes.set(xscale="log", yscale="log")
+    caption(axes, STAGES[stage].title)
+    axes.set(xlabel="bits per element and step, as of an all-reduce", ylabel="held-out loss above that of dense")
+    plain(axes.xaxis, (0.25, 0.5, 1, 2, 4, 8))
+    plain(axes.yaxis, (0.1, 0.3, 1, 3, 10, 30, 100), " %")
+    legend(figure, axes)
+    number(axes, [points[name] for name in front], points.values())
+    save(figure, path)

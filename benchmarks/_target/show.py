@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from benchmarks._network.lab import bits_per_second
 from benchmarks._target.compose import Cell, Entry
 from benchmarks._target.methods import AUTO, DDP, DENSE
 from benchmarks._target.steps import REPORTED, Steps
+from recipes.tables.drawing import MARKERS, canvas, caption, legend, save
 
 TARGETS = ("at 80 % of the budget", "final loss + 1 %")
 MISS = "miss"
@@ -100,7 +100,7 @@ def write_csv(maps: list[list[Cell]], path: Path) -> None:
 
 
 def draw(cells: list[Cell], title: str, path: Path) -> None:
-    """Draw time over computing alone against kappa, a panel for each round trip; a PNG of 128 colours.
+    """Draw time over computing alone against kappa, a panel for each round trip; a PNG.
 
     Hollow points missed the target. Below the axis: the best of ours, and how many times faster it is.
 
@@ -112,46 +112,35 @@ def draw(cells: list[Cell], title: str, path: Path) -> None:
     Raises:
         ValueError: no link was measured.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from PIL import Image
-
     delays = sorted({cell.place.delay_ms for cell in cells})
     if not delays:
         raise ValueError("there is nothing to draw: no link was measured; --part times does it")
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(5.6 * len(delays) + 1.8, 4.6), layout="constrained", dpi=110)
-        axes = figure.subplots(1, len(delays), squeeze=False, sharey=True).flatten()
-        for axis, delay in zip(axes, delays, strict=True):
-            axis.set_title(f"round trip: {f'+{delay:g} ms' if delay else 'the lab’s own'}")  # noqa: RUF001
-            _panel(axis, sorted((each for each in cells if each.place.delay_ms == delay), key=lambda each: each.kappa))
-        axes[0].set_ylabel("time to target / computing alone")
-        figure.suptitle(title, fontsize=10)
-        known = {text: line for axis in axes for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.legend(known.values(), known.keys(), loc="outside right center", frameon=False)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
-    Image.open(picture).convert("RGB").quantize(128).save(path, optimize=True)
+    figure, axes = canvas(title, (5.6 * len(delays) + 2.0, 4.8), len(delays), sharey=True)
+    for axis, delay in zip(axes, delays, strict=True):
+        caption(axis, f"round trip: {f'+{delay:g} ms' if delay else 'the lab’s own'}")  # noqa: RUF001
+        _panel(axis, sorted((each for each in cells if each.place.delay_ms == delay), key=lambda each: each.kappa))
+    axes[0].set_ylabel("time to target / computing alone")
+    legend(figure, *axes)
+    save(figure, path)
 
 
 def _panel(axis: Any, cells: list[Cell]) -> None:
     from matplotlib.ticker import NullLocator
 
-    for name, color in LINES.items():
+    for marker, (name, color) in zip(MARKERS, LINES.items(), strict=False):
         found = [(cell.kappa, each) for cell in cells for each in cell.entries if each.method.name == name]
         if found:
             points = [kappa for kappa, _ in found], [each.over for _, each in found]
             style = "-" if found[0][1].method.side == "ours" else "--"
-            axis.plot(*points, style, color=color, lw=1.4, label=name)
+            axis.plot(*points, style, color=color, marker=marker, ms=5, lw=1.4, label=name)
             faces = ["white" if each.missed else color for _, each in found]
-            axis.scatter(*points, s=22, edgecolors=color, facecolors=faces, zorder=3)
+            axis.scatter(*points, s=24, marker=marker, edgecolors=color, facecolors=faces, zorder=3)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("kappa: float32 communication / computing")
     axis.set_xticks([cell.kappa for cell in cells], [_tick(cell) for cell in cells], fontsize=6.5)
     axis.xaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.grid(True, which="both", color="#e5e5e5", lw=0.6)
 
 
 def _tick(cell: Cell) -> str:

@@ -27,7 +27,7 @@ from lightning_compress.gossip.topology import Topology, build_topology
 from lightning_compress.periodic.gossip import mixed_parameters
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.settings.automatic import Automatic
-from lightning_compress.settings.parsing import must, truth, whole
+from lightning_compress.settings.parsing import must, read_seed, truth
 from lightning_compress.settings.rules import kinds_of
 
 ALGORITHMS: dict[str, type[ADPSGD] | type[SSP]] = {"adpsgd": ADPSGD, "ssp": SSP}
@@ -60,7 +60,7 @@ class AsyncGossip(Synchroniser):
             rank has as many, and at an epoch's end all wait for the slowest.
         answer_timeout: seconds after which a rank that does not answer is taken for dead; above 0.
         buffers: see ``Gossip``.
-        seed: of all randomness, 0 or more.
+        seed: of all randomness, 0 or more; None is 0.
 
     Attributes:
         share_work: as given.
@@ -85,13 +85,12 @@ class AsyncGossip(Synchroniser):
         share_work: bool = True,
         answer_timeout: float = 30.0,
         buffers: dict[str, str] | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
     ) -> None:
         super().__init__("mean", ("mean",), buffers)
         _patience("answer_timeout", answer_timeout)
-        whole("seed", seed)
         self.share_work = bool(truth("share_work", share_work))
-        self._settings = _settings(algorithm, compressor, seed)
+        self._settings = _settings(algorithm, compressor, read_seed("seed", seed))
         if isinstance(self._settings, SSP) and topology is not None:
             raise ValueError(f"topology={topology!r}: 'ssp' sends to all ranks; leave it out, or use 'adpsgd'")
         self._topology_given, self._timeout = topology or "ring", float(answer_timeout)

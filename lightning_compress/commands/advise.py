@@ -81,8 +81,8 @@ METHODS = (
     Method("16 local steps, rotated, 4 bits", "rotated",
            'strategy=LocalSGDStrategy(sync_every=16, compressor="rotated")', 5.7, 3.2, every=16, local=True),
 )  # fmt: skip
-"""What is predicted. Losses are those of docs/results.md: "Which compressor with which optimizer" and "Below four bits
-with AdamW" (a character LSTM of 424,320 parameters)."""
+"""What is predicted. Losses are those of docs/results/accuracy.md and docs/results/below-four-bits.md (a character LSTM
+of 424,320 parameters)."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def compressors(contrib: bool = False, json: bool = False) -> None:
     console.print(table)
     console.print(
         "bits: of a message, per element, with the default settings. loss: above that of float32 in our runs (a "
-        "character LSTM, docs/results.md); empty: not measured.",
+        "character LSTM, docs/results/accuracy.md); empty: not measured.",
         highlight=False,
     )
 

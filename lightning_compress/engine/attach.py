@@ -72,7 +72,7 @@ def attach(
         ValueError: settings, module or ranks cannot work together; on every rank.
     """
     chosen = RunState.of(compressor, exchange, **settings)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    optimizers = [_inner(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer or ())]
     if chosen.options.error_feedback.needs_optimizer and not optimizers:
         raise ValueError(
             "error_feedback='auto' depends on the optimizer: pass attach(..., optimizer=optimizer), or leave "
@@ -80,19 +80,31 @@ def attach(
         )
     checks.check_ddp(ddp)
     checks.check_delay(chosen, *(bool(getattr(ddp, name)) for name in checks.UNUSED))
-    by_epoch = chosen.options.schedule.by_epoch and not settings.get("schedule")
-    if by_epoch and TorchCollective(ddp.process_group).rank == 0:
-        log.warning(
-            "%s changes its settings in the first epochs: set the handle's epoch at the start of each epoch, or give a "
-            "schedule by steps, or schedule='none'",
-            chosen.compressor,
-        )
+    if TorchCollective(ddp.process_group).rank == 0 and not settings.get("schedule"):
+        warn_of_epochs(chosen)
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
     compression = compress(ddp, chosen, scale)
     compression.stepped_by(optimizers)
     if dist.get_rank(ddp.process_group) == 0:
         say(compression)
     return compression
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that steps, where accelerate's wrapper passes everything on to it."""
+    inner = getattr(optimizer, "optimizer", None)
+    passes_on = isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups
+    return _inner(inner) if passes_on else optimizer
+
+
+def warn_of_epochs(settings: RunState) -> None:
+    """Warn if only the training loop can tell the schedule which epoch it is; call it on one rank."""
+    if settings.options.schedule.by_epoch:
+        log.warning(
+            "%s changes its settings in the first epochs: set the compression's epoch at the start of each epoch, or "
+            "give a schedule by steps, or schedule='none'",
+            settings.compressor,
+        )
 
 
 def say(compression: Compression) -> None:

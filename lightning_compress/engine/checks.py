@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, consensus
+from lightning_compress.core import state_check
 from lightning_compress.settings.options import check_gone
 from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.rules import kinds_of
@@ -101,8 +102,13 @@ def check_accumulation(static_graph: bool, accumulate: int) -> None:
         )
 
 
-def check_clipping(settings: RunState, clip: float | None) -> None:
+def check_clipping(settings: RunState, clip: float | None, given: str = "gradient_clip_val") -> None:
     """Raise ValueError if gradient clipping would apply to a method whose output is not a mean of gradients.
+
+    Args:
+        settings: of the compression.
+        clip: the bound; None or 0 or less: none.
+        given: name of the argument that the bound was given as.
 
     Raises:
         ValueError: it would.
@@ -110,9 +116,9 @@ def check_clipping(settings: RunState, clip: float | None) -> None:
     if not clip or clip < 0 or (by := settings.steps_by) is None:
         return
     raise ValueError(
-        f"gradient_clip_val={clip} cannot be combined with {by}, which gives the optimizer steps instead of mean "
-        "gradients, so clipping would shorten every step. Use the strategy's "
-        f"local_clip_norm={clip}, which clips each rank's gradients before compression, and gradient_clip_val=None"
+        f"{given}={clip} cannot be combined with {by}, which gives the optimizer steps instead of mean gradients, so "
+        f"clipping would shorten every step. Use the strategy's local_clip_norm={clip}, which clips each rank's "
+        f"gradients before compression, and leave {given} out"
     )
 
 
@@ -171,6 +177,11 @@ def check_ddp(ddp: DistributedDataParallel) -> None:
         ValueError: it is not, or has.
     """
     if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # torch.compile wraps it
+        if hasattr(ddp, "_forward_module"):
+            raise ValueError(
+                f"{type(ddp).__name__} is Fabric's wrapper, whose checkpoints would lose each rank's residual: use "
+                "Fabric(strategy=lightning_compress.fabric.CompressedDDPStrategy(...)) in place of attach"
+            )
         raise ValueError(
             f"{type(ddp).__name__} is not a DistributedDataParallel: pass "
             "torch.nn.parallel.DistributedDataParallel(module), on every rank"
@@ -304,6 +315,20 @@ def check_ranks_agree(
     consensus.check(
         compared, problem, collective, device, f"{consensus.SAME_ARGUMENTS}. Rank {collective.rank} has {settings}"
     )
+
+
+def check_state(state: object, collective: Collective, device: torch.device) -> None:
+    """Validate a rank's state that was read from a file. Collective.
+
+    Raises:
+        ValueError: on every rank: on one of them it is not a state, or another rank's.
+    """
+    problem = None
+    try:
+        state_check.check_rank(state_check.check(state), collective.rank)
+    except ValueError as error:  # the other ranks wait for this rank's answer
+        problem = error
+    consensus.check({}, problem, collective, device, "")
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, nn.Parameter]]:

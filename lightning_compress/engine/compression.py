@@ -60,6 +60,7 @@ class Compression:
         next_settings: the settings of the next step.
         step: optimizer steps so far.
         epoch: the current epoch; the training loop sets it, for schedules that count epochs.
+        optimizers: those that step the model's parameters.
         meter: counters of bytes, time and error.
         finite: whether the current step's gradients are finite, and how many steps' were not.
         run_summary: what runs and what it sends, once it was computed.
@@ -89,16 +90,16 @@ class Compression:
         self._collective = self.lanes.all[0].world.collective
         self._scale = scale
         self._names = {id(parameter): name for name, parameter in parameters}
-        self._optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
+        self.optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self.groups = Groups(parameters, self.lanes, unused, caps)
         self.finite = FiniteGuard(self.device, settings)
-        self._passes = Passes(parameters, accumulates, self._optimizers.all_owned)
+        self._passes = Passes(parameters, accumulates, self.optimizers.all_owned)
         self._last_state: StateDict | None = None
         self._last_norm: float | None = None
         self._stepped, self.active, self.run_summary = True, False, RunSummary()
         self._at_close: list[Callable[[], None]] = [self._passes.close]
         self._at_load: list[Callable[[], None]] = []
-        same = lambda: [*self._optimizers.kept(), *self.groups.shared()]  # noqa: E731
+        same = lambda: [*self.optimizers.kept(), *self.groups.shared()]  # noqa: E731
         self._drift = DriftGuard(parameters, same, self._collective, settings)
         watch(self)
 
@@ -173,7 +174,7 @@ class Compression:
         if self.finite.flags:
             self.finite.begin_step()
         if self.settings.options.error_feedback.residual.follows_lr:
-            self.groups.scale_residuals(self._optimizers.changes())
+            self.groups.scale_residuals(self.optimizers.changes())
         if self.next_settings.options.schedule.courses:
             self._follow_schedule()
         if self.next_settings is not self.settings:
@@ -189,7 +190,7 @@ class Compression:
             self.next_settings = self.next_settings.retuned(None, values)
 
     def _progress(self) -> Progress:
-        rate = self._optimizers.rate() if self.settings.options.schedule.by_rate else None
+        rate = self.optimizers.rate() if self.settings.options.schedule.by_rate else None
         return Progress(self.step, self.epoch, rate)
 
     def _begin_pass(self, names: Sequence[str]) -> None:
@@ -205,24 +206,25 @@ class Compression:
     def state_dict(self) -> StateDict:
         """Return this rank's state as committed by the last optimizer step: tensors and primitives.
 
-        Each rank has its own. The tensors' memory is replaced or reused by later steps: save or copy it at once.
+        Each rank saves its own to its own file. Later steps reuse the tensors' memory: save or copy it at once.
         """
         if self._last_state is not None:
             return self._last_state
         running = kept_of(self.settings, self.next_settings, self._scheduled)
         states = [(group.bucket_names, group.states) for group in self.groups.all]
-        return state_dict.build(self.family, self.step, self._optimizers.rates, running, states, self.groups.orders)
+        rates, rank = self.optimizers.rates, self._collective.rank
+        return state_dict.build(self.family, self.step, rates, running, states, self.groups.orders, rank)
 
     def load_state_dict(self, state: StateDict) -> None:
         """Continue from a ``state_dict`` and its groups; parameters that it lacks begin with initial states.
 
-        All ranks must call it.
+        Collective: all ranks must call it.
 
         Raises:
-            ValueError: it is not a state, or of another method; then nothing changed. Or parts of it do not fit; then
-                all states are reset.
+            ValueError: it is not a state, or of another method or rank; then nothing changed. Or parts of it do not
+                fit; then all states are reset.
         """
-        state_dict.check(state)
+        checks.check_state(state, self._collective, self.device)
         if state["method"] not in self.settings.families:
             raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
         self.reset()
@@ -235,7 +237,7 @@ class Compression:
             self.settings, self.next_settings, self._scheduled = before
             self.reset()
             raise ValueError(str(error)) from error
-        self._optimizers.rates.update(state["rates"])
+        self.optimizers.rates.update(state["rates"])
         self.step = state["step"]
         saved, chosen = coming(state["running"])["compressor"], self.next_settings.running()["compressor"]
         if saved != chosen and self._collective.rank == 0:
@@ -251,7 +253,7 @@ class Compression:
         Raises:
             ValueError: see ``take_over``.
         """
-        self._optimizers.complete = bool(optimizers)
+        self.optimizers.complete = bool(optimizers)
         if self.active and not len(self.groups):
             self.settings = self.next_settings = self.settings.stepped_by(kind_of(optimizers))
             for callback in self._at_load:
@@ -268,9 +270,9 @@ class Compression:
         Raises:
             ValueError: the method cannot work with this optimizer.
         """
-        self._optimizers.see(optimizer)
+        self.optimizers.see(optimizer)
         workers = [worker for worker in (self.settings.correction, self._keeper) if worker]
-        for line in self._optimizers.take_over(optimizer, workers) if self.active else ():
+        for line in self.optimizers.take_over(optimizer, workers) if self.active else ():
             if self._collective.rank == 0:
                 log.info(line)
         return self.active and self.finite.checks and self._scale() is None  # a GradScaler skips such steps itself
@@ -281,17 +283,17 @@ class Compression:
         Raises:
             FloatingPointError: a gradient is not finite and ``on_nonfinite="raise"``; on all ranks.
         """
-        if self._optimizers.owned(optimizer):
+        if self.optimizers.owned(optimizer):
             self.finite.before_step(optimizer, f"step {self.step}: {self.groups.nonfinite}")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Commit the residuals of the optimizer's parameters, unless a gradient was not finite."""
-        if not (names := self._optimizers.owned(optimizer)) or self.finite.refused:
+        if not (names := self.optimizers.owned(optimizer)) or self.finite.refused:
             return
         first = not self._stepped  # a step may have several optimizers, or an optimizer inside another one
         rejected = self.finite.rejected(optimizer, names, first)
         follows, ended = self.settings.options.error_feedback.residual.follows_lr, self._passes.end(names, first)
-        moved = names - self._optimizers.stepped(optimizer) if follows else names
+        moved = names - self.optimizers.stepped(optimizer) if follows else names
         for group in self.groups.all:
             for kind, state in group.states.items():
                 state.commit(rejected, moved if kind == RESIDUAL else names, ended)
@@ -349,7 +351,7 @@ class Compression:
         """Start from step 0 with empty states."""
         for state in self.groups.states():
             state.reset()
-        self._optimizers.rates.clear()
+        self.optimizers.rates.clear()
         self.finite.begin_step()
         self._passes.drop()
         self._stepped, self.step = True, 0

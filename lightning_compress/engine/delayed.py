@@ -25,7 +25,7 @@ from torch.futures import Future
 from torch.optim import LBFGS, Optimizer
 
 from lightning_compress.collectives import Collective, TorchCollective, consensus
-from lightning_compress.core import state_dict
+from lightning_compress.core import state_check, state_dict
 from lightning_compress.core.state_dict import StateDict
 from lightning_compress.engine import checks
 from lightning_compress.engine.compression import Compression, ScaleSource
@@ -114,7 +114,7 @@ class DelayedCompression(Compression):
 
     def begin(self) -> Average:
         """Return a new average, at the first bucket of a step."""
-        rate = self._optimizers.rate() if self.next_settings.options.schedule.by_rate else None
+        rate = self.optimizers.rate() if self.next_settings.options.schedule.by_rate else None
         self.begun += 1
         return Average(self.loss_scale(), self.epoch, rate, self._applied)
 
@@ -196,7 +196,7 @@ class DelayedCompression(Compression):
         Raises:
             FloatingPointError: a gradient is not finite and ``on_nonfinite="raise"``; on all ranks.
         """
-        if not self._optimizers.owned(optimizer):
+        if not self.optimizers.owned(optimizer):
             return
         if self._applied is None:
             skip_step(optimizer)
@@ -257,7 +257,7 @@ class DelayedCompression(Compression):
         scale, means, problem = 1.0, dict[str, Tensor](), None
         try:
             shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-            scale, means = state_dict.means_in_flight(state_dict.check(state), shapes, self.groups.orders)
+            scale, means = state_dict.means_in_flight(state_check.check(state), shapes, self.groups.orders)
         except ValueError as error:
             problem = error
         try:

@@ -26,7 +26,7 @@ from lightning_compress.gossip.topology import TOLERANCE, Topology, build_topolo
 from lightning_compress.periodic.module_buffers import STATISTICS
 from lightning_compress.periodic.sync_schedule import check_integer
 from lightning_compress.periodic.synchroniser import Synchroniser, reset_nonfinite
-from lightning_compress.settings.parsing import truth
+from lightning_compress.settings.parsing import read_seed, truth
 
 NONFINITE = (
     "its model was not finite. It went back to its model of the last round, and takes its neighbours' mean from there; "
@@ -63,7 +63,7 @@ class Gossip(Synchroniser):
         average_states: also average momenta and second moments with the neighbours, in float32.
         meet_every: optimizer steps between two messages of a few bytes over all ranks, by which they agree on pending
             signals and on the batch index.
-        seed: of all randomness, 0 or more.
+        seed: of all randomness, 0 or more; None is 0.
 
     Raises:
         ValueError: a name or setting is unknown, a value is out of range, or the algorithm cannot take the compressor.
@@ -83,16 +83,16 @@ class Gossip(Synchroniser):
         buffers: dict[str, Literal["mean", "rank0"]] | None = None,
         average_states: bool = False,
         meet_every: int = 32,
-        seed: int = 0,
+        seed: int | None = 0,
     ) -> None:
-        for name, count, least in (("sync_every", sync_every, 1), ("meet_every", meet_every, 1), ("seed", seed, 0)):
+        for name, count, least in (("sync_every", sync_every, 1), ("meet_every", meet_every, 1)):
             check_integer(name, count, least)
         super().__init__(evaluate, ("mean", "local"), buffers)
         self._averages_states = truth("average_states", average_states)
         self._algorithm = build_algorithm(algorithm)
         self._compressor = build_gossip_compressor(compressor, self._algorithm)
         self._given_topology = topology
-        self._sync_every, self._meet_every, self._seed = sync_every, meet_every, seed
+        self._sync_every, self._meet_every, self._seed = sync_every, meet_every, read_seed("seed", seed)
 
     @property
     def method(self) -> str:

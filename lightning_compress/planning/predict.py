@@ -93,10 +93,15 @@ def predict(
         sent = offer.plan.cost.bytes_sent
         backward_s = computing_s * BACKWARD * share
         buckets.append(Bucket(backward_s, device_s, offer.seconds - offer.device_s, sent, offer.plan.description))
-    exchange_s = sum(each.device_s + each.wire_s for each in buckets)
-    beside_s = computing_s * (1 - BACKWARD) + backward_seconds(buckets)
+    device_s, exchange_s = sum(each.device_s for each in buckets), sum(each.device_s + each.wire_s for each in buckets)
+    if settings and settings.options.delay:  # messages travel beside all of the next step
+        step_s = max(computing_s + device_s, exchange_s)
+    elif place.hides:
+        step_s = computing_s * (1 - BACKWARD) + backward_seconds(buckets)
+    else:
+        step_s = computing_s + exchange_s
     return Prediction(
-        step_s=beside_s if place.hides else computing_s + exchange_s,
+        step_s=step_s,
         exchange_s=exchange_s,
         bytes_sent=sum(each.bytes_sent for each in buckets),
         exchange=", ".join(dict.fromkeys(each.exchange for each in buckets)),

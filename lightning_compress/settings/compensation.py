@@ -100,7 +100,7 @@ LOSS: dict[tuple[str, Optimizer], dict[str, float]] = {
     ("powersgd", "sgd"): {"classical": 19.4},
 }
 """Percent of held-out loss above that of float32, by method with its default settings, optimizer and compensation:
-a character LSTM, from "Which compressor with which optimizer" and "Below four bits with AdamW" in docs/results.md.
+a character LSTM, from docs/results/accuracy.md and docs/results/below-four-bits.md.
 "auto" takes the best; where nothing is listed, classical for biased methods and none for the others."""
 
 

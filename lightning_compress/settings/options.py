@@ -58,7 +58,7 @@ class Options:
     min_numel: Annotated[int, parsing.whole] = 1024
     error_feedback: Annotated[Feedback, read_feedback] = BY_METHOD
     warmup_steps: Annotated[int | None, parsing.warmup] = None
-    seed: Annotated[int, parsing.whole] = 0
+    seed: Annotated[int, parsing.read_seed] = 0
     local_clip_norm: Annotated[Clipping | None, parsing.read_clipping] = None
     deterministic: Annotated[bool, parsing.truth] = False
     on_nonfinite: Annotated[str, parsing.one_of("pass", "skip", "raise")] = "pass"

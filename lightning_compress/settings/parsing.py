@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from lightning_compress.codecs import CODECS, Codec, Method
 from lightning_compress.core.registry import Registry, build, describe, name_of, rebuild
@@ -58,6 +58,11 @@ def one_of(*allowed: str | int) -> Callable[[str, object], object]:
 whole = count("an integer, 0 or more")
 warmup = must(lambda value: value is None or (type(value) is int and value >= 0), "a number of steps, or null")
 truth = must(lambda value: isinstance(value, bool), "true or false")
+
+
+def read_seed(name: str, value: object) -> int:
+    """Read an integer from 0; None, which configs give for a run without a seed, is 0: ranks need the same one."""
+    return 0 if value is None else cast(int, whole(name, value))
 
 
 def share(name: str, value: object) -> float:

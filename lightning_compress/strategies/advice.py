@@ -45,7 +45,7 @@ def beside_adam(settings: RunState, optimizers: Iterable[object]) -> str:
         f"{label(coarse[0])} with {adaptive[0]} {measured}{' in our runs' * (lost is not None)}. Use "
         f"compressor='rotated' (+{LOSS['rotated', 'adam']['none']:g} %), or for fewer bits "
         "LocalSGDStrategy(sync_every=8, compressor='rotated') (+1.9 %): see 'Which compressor with which optimizer' in "
-        "docs/results.md"
+        "docs/results/accuracy.md"
     )
 
 

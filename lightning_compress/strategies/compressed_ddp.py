@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -16,65 +15,29 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_compress.codecs import Method
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
-from lightning_compress.engine.attach import check_setup, compress, own_bucket_cap_mb
+from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
-from lightning_compress.exchanges import Pattern
-from lightning_compress.planning.choose import Auto
-from lightning_compress.settings.automatic import Automatic
-from lightning_compress.settings.parsing import COMPRESSORS, written
-from lightning_compress.settings.run_state import RunState
 from lightning_compress.strategies.advice import beside_adam, few_steps, name_ours, untested, warn
-from lightning_compress.strategies.common import VARIANTS, CommonMixin, accumulation, register
+from lightning_compress.strategies.common import CommonMixin, accumulation
+from lightning_compress.strategies.compression import CompressionMixin
 from lightning_compress.strategies.rendezvous import Rendezvous
 from lightning_compress.strategies.report import Lines, StepClock, log_hyperparameters, of_fit, tell
-from lightning_compress.strategies.resume import Resume, restore_compression, save_compression
-from lightning_compress.strategies.sidecar import CHOSEN, SavedState
-
-_UNUSED: dict[str, dict[str, object]] = {"_find_unused_parameters_true": {"find_unused_parameters": True}}
+from lightning_compress.strategies.resume import restore_compression, save_compression
+from lightning_compress.strategies.sidecar import CHOSEN
 
 
-class CompressedDDPMixin(CommonMixin):
+class CompressedDDPMixin(CompressionMixin, CommonMixin):
     """Turn a ``DDPStrategy`` into a compressed one; see ``CompressedDDPStrategy``."""
 
+    _compression: Compression | None = None
+    _earlier_choice: object = None
+    _rendezvous: Rendezvous | None = None
+    _clock: StepClock
     _told = False
     """Whether the line that says what runs was logged in this fit."""
-
-    def __init__(
-        self,
-        compressor: Method | Corrected | Automatic | str | dict[str, Any] = "auto",
-        exchange: Pattern | str | dict[str, Any] = "auto",
-        error_feedback: bool | str | dict[str, Any] | None = None,
-        warmup_steps: int | None = None,
-        min_numel: int = 1024,
-        seed: int = 0,
-        state: SavedState = "sidecar",
-        strict_state: bool = False,
-        schedule: str | dict[str, Any] | None = None,
-        rules: Sequence[dict[str, Any]] | None = (),
-        local_clip_norm: float | dict[str, Any] | None = None,
-        deterministic: bool = False,
-        on_nonfinite: Literal["pass", "skip", "raise"] = "pass",
-        on_drift: Literal["error", "resync"] = "error",
-        check_drift_every: int = 100,
-        delay: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        arguments = locals()  # passed on by name: RunState checks them
-        checks.check_known(kwargs, type(self), _OURS, compressor)
-        checks.check_ddp_arguments(kwargs)
-        super().__init__(**kwargs)
-        self._settings = RunState.of(**{name: arguments[name] for name in _OURS if name not in _ON_CHECKPOINTS})
-        checks.check_delay(self._settings, *(bool(kwargs.get(name)) for name in checks.UNUSED))
-        self._compression: Compression | None = None
-        self._resume = Resume(state, strict_state)
-        self._earlier_choice: object = None
-        self._rendezvous: Rendezvous | None = None
-        self._clock = StepClock()
 
     def setup(self, trainer: Any) -> None:
         """Set up the fit; raise on every rank, before DistributedDataParallel is built, if settings cannot work."""
@@ -136,9 +99,7 @@ class CompressedDDPMixin(CommonMixin):
 
     def configure_ddp(self) -> None:
         """Build DistributedDataParallel, on CPUs with smaller buckets than its own default."""
-        on_cpu = self.root_device.type == "cpu"
-        if on_cpu and not self._settings.plain and self._ddp_kwargs.get("bucket_cap_mb") is None:
-            self._ddp_kwargs["bucket_cap_mb"] = own_bucket_cap_mb(self.num_processes)
+        self._choose_bucket_cap()
         super().configure_ddp()
 
     def _register_ddp_hooks(self) -> None:
@@ -202,9 +163,13 @@ class CompressedDDPMixin(CommonMixin):
         """Write each rank's file beside the checkpoint, then the checkpoint itself (rank 0)."""
         if self._compression is not None:
             alone = self.gives_up or self._answers_signal(str(filepath))
-            path = str(filepath) if alone else self.broadcast(str(filepath))  # a name may contain a rank's own metric
+            path = str(filepath) if alone else self._beside(str(filepath))
             save_compression(self._resume, self.checkpoint_io, path, checkpoint, self._compression, alone)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _beside(self, filepath: str) -> str:
+        """Return the path beside which the ranks write: rank 0's, because a name may contain a rank's own metric."""
+        return str(self.broadcast(filepath))
 
     def _answers_signal(self, filepath: str) -> bool:
         """Whether a signal handler saves, at any moment, instead of all ranks at the same batch."""
@@ -229,29 +194,12 @@ class CompressedDDPMixin(CommonMixin):
         super().on_exception(exception)
         name_ours(exception, type(self).__name__)
 
-    def __repr__(self) -> str:
-        given = self._settings.options
-        exchange = "" if given.exchange == Auto() else f", exchange={written(given.exchange)}"
-        return f"{type(self).__name__}(compressor={written(given.compressor)}{exchange})"
-
-    def comm_stats(self) -> dict[str, Any]:
-        """Return the traffic of the last step and in total (``Compression.stats``), with a one-line ``summary``.
-
-        Raises:
-            RuntimeError: no fit is running.
-        """
-        return self.compression.stats() | {"summary": self.compression.summary}
-
     def report(self) -> Lines:
         """Return the figures of the fit: what was sent, what an average and a step took, and what was expected."""
         if self._compression is None or self.lightning_module is None:
             return []
         cap = self._ddp_kwargs.get("bucket_cap_mb")
         return of_fit(self._compression, self.lightning_module, self.world_size, cap, self._clock.median_ms)
-
-    def measure_every(self, steps: int) -> None:
-        """Measure time and compression error every ``steps`` steps."""
-        self.compression.meter.sample_every = steps
 
     @property
     def compression(self) -> Compression:
@@ -278,17 +226,6 @@ class CompressedDDPMixin(CommonMixin):
         self._earlier_choice = None  # may be of a checkpoint that a Tuner restored
         super().teardown()
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``compressed_ddp`` and one name per compressor, each with its variants."""
-        named: dict[str, dict[str, object]] = {"compressed_ddp": {}}
-        named |= {f"compressed_ddp_{name}": {"compressor": name} for name in COMPRESSORS.offered}
-        register(strategy_registry, cls, "Compressed DDP", named, VARIANTS | _UNUSED)
-
-
-_ON_CHECKPOINTS = ("state", "strict_state")
-_OURS = [name for name in inspect.signature(CompressedDDPMixin.__init__).parameters if name not in ("self", "kwargs")]
-
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
     """DistributedDataParallel with a compressed gradient average; everything else is Lightning's.
@@ -297,7 +234,7 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         compressor: Which compressor to use: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``) or
             an object; default ``"auto"``. ``"auto"`` measures the link and picks float32, ``bf16``, ``rotated`` 8 bits
             or ``rotated`` 4 bits, which are safe with any optimizer and in short runs (``Automatic``). A compressor
-            that you name always runs. Which stronger ones suit your optimizer and length of run: docs/compressors.md.
+            that you name always runs. Which stronger ones suit your optimizer and length of run: docs/choose.md.
         exchange: How messages travel between the ranks: a name, a mapping or an object; default ``"auto"``. ``"auto"``
             measures the link once and picks the pattern that is fastest by a cost model (``Auto``).
         error_feedback: What happens to the part of a gradient that was not sent; default None.
@@ -319,7 +256,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         min_numel: Parameters with fewer elements are sent as float32: an integer from 0; default 1024. The same holds
             for all 1-D parameters (biases, norms). Together they are about 1 % of the bytes, and the most sensitive.
             They travel in the same message. Casts (``bf16``, ``fp16``) are applied to them too.
-        seed: Seed of all randomness: an integer from 0; default 0. Equal seeds give equal messages.
+        seed: Seed of all randomness: an integer from 0, or None, which is 0; default 0. Equal seeds give equal
+            messages.
         state: Where checkpoints keep residuals and other per-rank state: "sidecar", "mean" or "none"; default
             "sidecar".
 

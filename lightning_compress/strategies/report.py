@@ -59,7 +59,7 @@ def of_fit(
     stats = compression.stats()
     lines = [traffic(stats, "step"), *times(stats, step_ms, first=compression.meter.sampled == 1)]
     if compression.settings.options.delay:
-        return [*lines, ("delay", "the average of the last step was not applied; a checkpoint keeps it")]
+        lines.append(("delay", "the average of the last step was not applied; a checkpoint keeps it"))
     if step_ms is not None:
         lines += expected(compression.settings, model, ranks, bucket_mb, max(0.0, step_ms - stats["wait_ms"]))
     return lines

@@ -22,7 +22,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from lightning_compress.collectives import Collective
-from lightning_compress.core import state_dict
+from lightning_compress.core import state_check, state_dict
 from lightning_compress.core.state_dict import StateDict
 
 KEY = "lightning_compress"
@@ -258,13 +258,13 @@ def read(
     saved = Saved.of(path, manifest, methods)
     if saved.inside is not None:
         share = {"owner": saved.ranks / ranks.size}
-        inside = state_dict.check(saved.inside)
+        inside = state_check.check(saved.inside)
         return state_dict.mapped(
             inside, lambda each: each | {"numbers": each["numbers"] * share.get(each["holder"], 1)}
         )
 
     def part(rank: int) -> StateDict:
-        state: StateDict = state_dict.moved(saved.part(files, rank, state_dict.check), device)
+        state: StateDict = state_dict.moved(saved.part(files, rank, state_check.check), device)
         return state
 
     if saved.ranks == ranks.size:
@@ -293,7 +293,7 @@ def _averaged(state: StateDict, ranks: Collective, summands: int, device: torch.
         numbers /= summands if entry["holder"] == "rank" else ranks.size  # an owner sums all ranks' numbers again
         return entry | {"numbers": numbers}
 
-    return state_dict.mapped(state, mean)
+    return state_dict.mapped(state_dict.of_all(state), mean)
 
 
 def _folder(path: str, named: str, save: str) -> str:

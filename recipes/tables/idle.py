@@ -84,7 +84,8 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) ->
             f"{', '.join(chosen)} has no effect: one process sends no gradients; take more, as in trainer.devices=2, "
             "or leave compressor and exchange out (auto), or take compressor=none"
         )
-    for group in IDLE if compresses or gossips else ():  # none is a choice here, too
+    composed = [group for group in IDLE if group in cfg]  # gossip has no exchange
+    for group in composed if compresses or gossips else ():  # none is a choice here, too
         if cfg[group] != _plain(group)[0] and (own := cfg.strategy.get(group)) != cfg[group]:
             raise ValueError(
                 f"{_typed(group, cfg[group])} has no effect: the strategy has its own, "
@@ -122,4 +123,7 @@ def _typed(group: str, node: DictConfig) -> str:
 
 def _plain(group: str) -> list[DictConfig]:
     """What a group is where nobody chose anything, and where nothing is wanted of it."""
-    return [cast(DictConfig, OmegaConf.load(CONF / group / f"{name}.yaml")) for name in IDLE[group]]
+    plain = [cast(DictConfig, OmegaConf.load(CONF / group / f"{name}.yaml")) for name in IDLE[group]]
+    for each in plain:
+        each.pop("defaults", None)
+    return plain

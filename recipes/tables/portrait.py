@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -167,33 +166,18 @@ def picture(drawn: Mapping[str, list[tuple[float, float]]]) -> Any:
     Args:
         drawn: what ``curves`` returns.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from PIL import Image
+    from recipes.tables.drawing import canvas, image, legend, styles
 
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(6.4, 4.4), layout="constrained", dpi=110)
-        axes = figure.subplots()
-        bits = [2.0**each for each in range(-5, 4)]
-        axes.plot(
-            bits,
-            [2.0**-each for each in bits],
-            color="#cccccc",
-            lw=4,
-            zorder=0,
-            label="$2^{-bits}$, normal data's least",
-        )
-        for number, (label, curve) in enumerate(drawn.items()):
-            style: dict[str, Any] = {"marker": "*", "ms": 16, "color": "black", "ls": ""} if label == "this run" else {}
-            line: dict[str, Any] = {"marker": "os^DvPX"[number % 7], "ms": 4, "lw": 1.2, "label": label}
-            axes.plot(*zip(*curve, strict=True), **(line | style))
-        axes.set(
-            xscale="log", yscale="log", xlabel="measured bits per element", ylabel="relative error of one gradient"
-        )
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
-        axes.grid(True, which="major", color="#e5e5e5", lw=0.6)
-        axes.legend(frameon=False)
-        drawing = io.BytesIO()
-        figure.savefig(drawing, format="png")
-    return Image.open(drawing).convert("RGB")
+    figure, (axes,) = canvas("Error of one gradient of this run, by compressor and bits", (7.4, 4.4))
+    bits = [2.0**each for each in range(-5, 4)]
+    axes.plot(
+        bits, [2.0**-each for each in bits], color="#cccccc", lw=4, zorder=0, label="$2^{-bits}$, normal data's least"
+    )
+    for label, style in styles(drawn).items():
+        own = {"marker": "*", "ms": 16, "color": "black", "ls": ""} if label == "this run" else {}
+        axes.plot(*zip(*drawn[label], strict=True), **({"ms": 4, "lw": 1.2, "label": label} | style | own))
+    axes.set(xscale="log", yscale="log", xlabel="measured bits per element", ylabel="relative error of one gradient")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    legend(figure, axes)
+    return image(figure)

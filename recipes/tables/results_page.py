@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,20 +12,18 @@ if TYPE_CHECKING:
 
 __all__ = ["write_page"]
 
-HEAD = """# Recipes: quality against bytes
+HEAD = """# How good are the recipes on public data?
 
-Made by `make results`, from the CSV files beside it; do not edit. In each table all runs have the same steps; "- dense"
-is the mean over seeds of the score minus dense's of the same seed. The loss is that of the last validation, mean over
-seeds, and what it has over dense's of the same seed. Bytes are what each rank sends per step; the ratio is what float32
-would send over them. Steps were timed on one machine, where nothing is gained by sending less, some beside other work:
-what compression saves on a network is in [results](../results.md). Commands leave out where the data is
-(`data.root=...`).
+`make results DATA=folder` trains all of these again. It writes this page from the CSV files beside it: do not edit it.
+
+- In each table all runs have the same number of steps.
+- "- dense" is the mean over seeds of the score minus dense's of the same seed.
+- "val. loss" is that of the last validation, mean over seeds. "Over dense" compares it with dense's of the same seed.
+- Bytes are what each rank sends per step. The ratio is what float32 would send over them.
+- Steps were timed on one machine, some beside other work, where sending less gains nothing.
+  [Step time](step-time.md) has networks.
+- Commands leave out where the data is (`data.root=...`).
 """
-COLORS = (
-    *("#000000", "#1f77b4", "#17becf", "#9467bd", "#d62728", "#8c564b", "#ff7f0e", "#2ca02c", "#98df8a", "#e377c2"),
-    *("#7f7f7f", "#bcbd22", "#393b79", "#637939", "#843c39"),
-)
-MARKERS = "*osD^vPX<>ph8dH"
 
 
 class Line:
@@ -169,27 +166,37 @@ def write_page(out: Path, comparisons: list[tuple[Comparison, list[Run]]]) -> No
 
 
 def plot(path: Path, comparison: Comparison, found: list[Line]) -> None:
-    """Score against bytes per step, a point per seed; a PNG of 64 colours."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from PIL import Image
+    """Score against bytes per step, a point per seed; a PNG."""
+    from recipes.tables.drawing import amounts, canvas, caption, legend, save, styles
 
     some = found[0].rows[0]
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(8.0, 4.2), layout="constrained", dpi=100)
-        axes = figure.subplots()
-        for number, line in enumerate(found):
-            color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-            sizes = [float(row["bytes_per_step"]) for row in line.rows]
-            axes.plot(sizes, line.scores, color=color, marker=marker, ms=7, lw=1, label=line.label)
-        dense = statistics.mean(found[0].scores)
-        axes.axhline(dense, color="#cccccc", lw=1, zorder=0)
-        axes.set_xscale("log")
-        axes.set_xlabel("bytes that a rank sends per step")
-        axes.set_ylabel(f"{some['metric']} {some['unit'].strip()}")
-        axes.set_title(comparison.title, loc="left")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        axes.grid(True, which="major", color="#e5e5e5", lw=0.6)
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", metadata={"Software": None})
-    Image.open(picture).convert("RGB").quantize(64).save(path, optimize=True)
+    figure, (axes,) = canvas(point(comparison, found), (8.4, 4.2))
+    for line, style in zip(found, styles(line.label for line in found).values(), strict=True):
+        sizes = [float(row["bytes_per_step"]) for row in line.rows]
+        axes.plot(sizes, line.scores, ms=7, lw=1, label=line.label, **style)
+    dense = found[0].scores
+    axes.axhspan(min(dense), max(dense), color="#eeeeee", zorder=0, label=f"seeds of {found[0].label}")
+    axes.set_xscale("log")
+    axes.set_xlabel("sent by a rank in a step")
+    amounts(axes.xaxis)
+    better = "higher" if some["goal"] == "maximize" else "lower"
+    axes.set_ylabel(
+        f"{some['metric']}{', ' if some['unit'].strip() else ''}{some['unit'].strip()} ({better} is better)"
+    )
+    caption(axes, comparison.title)
+    legend(figure, axes)
+    save(figure, path)
+
+
+def point(comparison: Comparison, found: list[Line]) -> str:
+    """What a comparison shows: the method of fewest bytes that is as good as dense, and the worst."""
+    dense, *others = found
+    sign = 1.0 if dense.rows[0]["goal"] == "maximize" else -1.0
+    least = min(sign * score for score in dense.scores)
+    good = [line for line in others if statistics.mean(sign * score for score in line.scores) >= least]
+    subject = comparison.title.partition(",")[0]
+    if not good:
+        return f"{subject}: no method is as good as {dense.label}"
+    few = max(good, key=lambda line: line.ratio)
+    count = "all" if len(good) == len(others) else f"{len(good)} of {len(others)}"
+    return f"{subject}: {count} methods are as good as {dense.label}, {few.label} in {few.ratio:.0f} x fewer bytes"

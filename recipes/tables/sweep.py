@@ -135,7 +135,7 @@ def plot(sweep: Sweep, rows: list[dict[str, str]], path: Path) -> None:
         rows: of the table.
         path: file to write, a PNG.
     """
-    from matplotlib.figure import Figure
+    from recipes.tables.drawing import amounts, canvas, legend, save, styles
 
     shown = [row for row in rows if row["status"] == "done"]
     if not shown:
@@ -145,16 +145,16 @@ def plot(sweep: Sweep, rows: list[dict[str, str]], path: Path) -> None:
     for row in shown:
         label = ", ".join(row[key] for key in varied) or "all"
         groups.setdefault(label, []).append((float(row["total_bytes_sent"]), float(row["value"])))
-    figure = Figure(figsize=(7.5, 4.8), layout="constrained", dpi=110)
-    axes = figure.subplots()
-    for number, (label, points) in enumerate(groups.items()):
-        axes.plot(*zip(*points, strict=True), ls="", marker="os^DvPX*"[number % 8], label=label)
+    metric, goal = shown[0]["metric"], sweep.metric[1]
+    figure, (axes,) = canvas(f"{sweep.path.stem}: {metric} against bytes", (8.4, 4.8))
+    for label, style in styles(groups).items():
+        axes.plot(*zip(*groups[label], strict=True), ls="", label=label, **style)
     if all(float(row["total_bytes_sent"]) > 0 for row in shown):
         axes.set_xscale("log")
-    axes.set(xlabel="bytes that a rank sent", ylabel=f"{shown[0]['metric']} ({sweep.metric[1]})", title=sweep.path.stem)
-    axes.grid(True, color="#e5e5e5", lw=0.6)
-    axes.legend(title=", ".join(varied), frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path)
+    axes.set(xlabel="sent by a rank in the run", ylabel=f"{metric} ({goal})")
+    amounts(axes.xaxis)
+    legend(figure, axes, title=", ".join(varied), fontsize=8)
+    save(figure, path)
 
 
 def arguments_of(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -18,7 +18,6 @@ from tests.test_house import ROOT
 COMMAND = re.compile(r"python -m (benchmarks(?:\.\w+)+|recipes\.(?:results|sweep))([^`\n]*)")
 SOURCES = [
     *(page for page in PAGES if page.name != "CHANGELOG.md"),
-    *sorted((ROOT / "docs/results").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.py")),
 ]
 

@@ -46,6 +46,16 @@ def test_without_the_correction_it_stops(problem):
     assert 32 <= more < 33
 
 
+@pytest.mark.parametrize("name", ["SVRG", "QSVRG 4 bits"])
+def test_ranks_that_do_not_wait_converge_linearly_too(problem, name):
+    found, bits = qsvrg.late_distances(problem, qsvrg.METHODS[name], 2, TRAINING, 2)
+    assert all(later < 0.5 * earlier for earlier, later in pairwise(found) if later > 1e-9)
+    assert found[-1] < 1e-7
+    assert 4 < bits < 7 if name != "SVRG" else 32 < bits < 36
+    stopped, _ = qsvrg.late_distances(problem, qsvrg.METHODS["QSGD 4 bits"], 2, TRAINING, 2)
+    assert stopped[-1] > 1e-4
+
+
 def test_a_coarser_codec_converges_slower(problem):
     """One level in one bucket by the L2 norm: the error may be 25 times the norm of what is sent."""
     coarse = qsvrg.Method(QSGD(2, bucket=1024, norm="l2"), corrects=True)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_compress import attach
-from lightning_compress.core import state_dict
+from lightning_compress.core import state_check, state_dict
 from tests.core.test_memory_format import LAST, PLAIN, model, step
 
 
@@ -71,11 +71,11 @@ def state(**changed):
 )
 def test_a_file_may_hold_anything(changed, said):
     with pytest.raises(ValueError, match=said):
-        state_dict.check(state(**changed))
+        state_check.check(state(**changed))
 
 
 def test_non_finite_averages_are_kept():
-    checked = state_dict.check(state(means={"a": torch.full((6,), float("nan"))}))
+    checked = state_check.check(state(means={"a": torch.full((6,), float("nan"))}))
     scale, means = state_dict.means_in_flight(checked, {"a": (2, 3)}, {})
     assert scale == 8.0
     assert means["a"].shape == (2, 3)
@@ -84,7 +84,7 @@ def test_non_finite_averages_are_kept():
 
 
 def test_averages_of_other_parameters_are_dropped_and_of_other_shapes_refused():
-    checked = state_dict.check(state())
+    checked = state_check.check(state())
     assert state_dict.means_in_flight(checked, {"b": (6,)}, {}) == (8.0, {})
     with pytest.raises(ValueError, match="the average of a has 6 numbers and its parameter"):
         state_dict.means_in_flight(checked, {"a": (5,)}, {})

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
-from lightning_compress.core import state_dict
+from lightning_compress.core import state_check, state_dict
 
 LAST, PLAIN = torch.channels_last, torch.contiguous_format
 METHODS = {
@@ -118,22 +118,22 @@ def test_a_run_goes_on_in_another_memory_format(pools, before, after, method):
 
 @pytest.mark.parametrize("orders", [[], {"a": 3}, {"a": [0, 0]}, {"a": [1, 2]}, {"a": ["0"]}, {3: [0]}, {"a": [0.0]}])
 def test_a_damaged_order_is_refused(orders):
-    state = state_dict.build("TopK", 0, {}, {"compressor": None, "error_feedback": True, "scheduled": {}}, [], {})
-    assert state_dict.check(dict(state)) == state
+    state = state_dict.build("TopK", 0, {}, {"compressor": None, "error_feedback": True, "scheduled": {}}, [], {}, 0)
+    assert state_check.check(dict(state)) == state
     with pytest.raises(ValueError, match="in which order"):
-        state_dict.check(state | {"orders": orders})
+        state_check.check(state | {"orders": orders})
 
 
 def test_an_order_of_another_shape_is_refused():
-    state = state_dict.build("TopK", 0, {}, {}, [], {"a": [0, 2, 1]})
+    state = state_dict.build("TopK", 0, {}, {}, [], {"a": [0, 2, 1]}, 0)
     with pytest.raises(ValueError, match=r"a in the order \[0, 2, 1\]"):
         state_dict.reordered(state, {"a": (3, 4)}, {})
 
 
 def test_settings_may_be_long_tables_and_no_endless_ones():
     running = {"compressor": {"levels": list(range(2000))}, "error_feedback": True, "scheduled": {}}
-    state = state_dict.build("TopK", 0, {}, running, [], {})
-    assert state_dict.check(state) == state
+    state = state_dict.build("TopK", 0, {}, running, [], {}, 0)
+    assert state_check.check(state) == state
     running["compressor"]["levels"] = [[[0] * 1000] * 1000] * 1000
     with pytest.raises(ValueError, match="in numbers and texts"):
-        state_dict.check(state | {"running": running})
+        state_check.check(state | {"running": running})

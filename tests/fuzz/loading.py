@@ -13,7 +13,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import nn
 
 from lightning_compress.collectives import run_threads
-from lightning_compress.core import state_dict
+from lightning_compress.core import state_check, state_dict
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
 from lightning_compress.strategies.resume import Resume, restore_compression, save_compression
@@ -164,7 +164,7 @@ def spoil(tree, random):
 def signed(content):
     """With a checksum that fits, where that can be had."""
     try:
-        state = state_dict.check(content["tree"])
+        state = state_check.check(content["tree"])
         content["checksum"] = state_dict.checksum(state)
     except Exception:
         return content

@@ -115,11 +115,11 @@ def test_what_unpacks_to_more_than_the_file_is_refused(saved):
 
 def rewrite(file, change):
     """Another content with a checksum that fits."""
-    from lightning_compress.core import state_dict
+    from lightning_compress.core import state_check, state_dict
 
     content = torch.load(file, weights_only=True)
     change(content["tree"])
-    content["checksum"] = state_dict.checksum(state_dict.check(content["tree"]))
+    content["checksum"] = state_dict.checksum(state_check.check(content["tree"]))
     torch.save(content, file)
 
 

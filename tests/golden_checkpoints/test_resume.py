@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_compress.core import state_dict
+from lightning_compress.core import state_check
 from lightning_compress.strategies import sidecar
 from tests.golden_checkpoints.runs import CASES, NAME, ROUNDED_BY, expected_of, fit, folder_of, machine
 
@@ -63,7 +63,7 @@ def test_a_damaged_part_is_refused(tmp_path):
     (tmp_path / part.name).write_bytes(content)
     saved = sidecar.Saved(2, None, part.name.partition(".")[0], str(tmp_path / part.name).removesuffix("0.pt"))
     with pytest.raises(ValueError, match="damaged"):
-        saved.part(TorchCheckpointIO(), 0, state_dict.check)
+        saved.part(TorchCheckpointIO(), 0, state_check.check)
 
 
 def texts(content):

@@ -86,6 +86,8 @@ def _begin(words, cwd, env, files, network):
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr, flush=True)
     except BaseException:
         traceback.print_exc()
         code = 1

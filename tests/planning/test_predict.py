@@ -61,6 +61,17 @@ def test_exchanges_run_beside_backward():
     assert 0 < slow - instant < 0.8 * 12.5e6 * 2 / 1e9  # the last bucket's message alone, of three layers of four
 
 
+@pytest.mark.parametrize(("computing", "longer"), [(0.5, 0.0), (4.0, 4.0)])
+def test_with_a_delay_a_step_takes_the_longer_of_computing_and_communication(computing, longer):
+    model, link = shapes(nn.Linear(2048, 2048)), Link(1e-6, 1e7)  # 1.7 s in float32
+    now, late = (
+        predict(RunState.of("fp16", "all_reduce", delay=delay), model, place(link), computing) for delay in (0, 1)
+    )
+    assert now.step_s > computing + 0.8
+    assert late.step_s == pytest.approx(longer or late.exchange_s, rel=0.05)
+    assert late.bytes_sent == now.bytes_sent
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_on_a_slow_link_bytes_decide(ranks):
     model, link = shapes(nn.Linear(2048, 2048)), Link(1e-6, 1e6)

@@ -213,6 +213,8 @@ def test_an_unknown_choice_is_one_line() -> None:
         refuse_unknown_choice(["recipe=nmt", "compressor=onebit,topkk"])
     with pytest.raises(ValueError, match="experiment=zzz: choose from alexnet"):
         refuse_unknown_choice(["experiment=zzz"])
+    with pytest.raises(ValueError, match="minibatch=null: choose from search, or leave it out by ~minibatch"):
+        refuse_unknown_choice(["experiment=speech_onebit_whole", "minibatch=null"])
     for elsewhere in ("--config-dir=mine", "hydra.searchpath=[file://mine]"):
         refuse_unknown_choice([elsewhere, "compressor=linear8"])
 

@@ -260,3 +260,4 @@ def test_a_fit_says_that_averages_are_late_and_that_the_last_one_is_not_applied(
     lines = pools[2].run(said)[0]
     assert sum("applied one step later" in line for line in lines) == 1
     assert "lightning_compress: delay: the average of the last step was not applied; a checkpoint keeps it" in lines
+    assert any(line.startswith("lightning_compress: expected: ") for line in lines)

@@ -166,9 +166,9 @@ class TopK(Codec):
 
     The means are those of a parameter's sent elements (of all sent elements, with scope "group"), computed in float64.
     With these codings a message is the positions and then the values, without padding; the format is documented in
-    ``packing/positions.py`` and ``packing/values.py``. With "rice", the length varies up to ``message_size``. Only
-    int32 with fp32 or fp16 is encoded and decoded on an accelerator; the other codings run on the host, which waits for
-    it.
+    ``codecs/packing/positions.py`` and ``codecs/packing/values.py``. With "rice", the length varies up to
+    ``message_size``. Only int32 with fp32 or fp16 is encoded and decoded on an accelerator; the other codings run on
+    the host, which waits for it.
 
     Args:
         density: share of the elements that is sent, in (0, 1]. 1 sends everything and changes nothing. Near 0, one

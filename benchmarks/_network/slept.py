@@ -1,0 +1,101 @@
+"""One rank of the lab whose computing is a sleep, a third of it in forward: what messages cost where cores are free."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks._network.methods import make, optimizer
+from benchmarks._network.models import MODELS
+from benchmarks._network.rank import COUNTER
+from benchmarks._network.report import report
+from lightning_compress.planning.predict import BACKWARD
+
+
+class _Backward(torch.autograd.Function):
+    """Sleeps on the way back, and hands out a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, parameter: Tensor, gradient: Tensor, seconds: float) -> Tensor:
+        ctx.given = gradient, seconds
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, seconds = ctx.given
+        time.sleep(seconds)
+        return grads[0], gradient.clone(), None, None
+
+
+class Asleep(nn.Module):
+    """The parameters of a model, and random gradients, each after its share of the backward pass.
+
+    Args:
+        model: of ``MODELS``.
+        seconds: of a step.
+    """
+
+    def __init__(self, model: str, seconds: float) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([each.detach() for each in MODELS[model][0]().parameters()])
+        self._seconds = seconds
+        self._share = BACKWARD * seconds / sum(each.numel() for each in self.parts)
+        drawn = torch.Generator().manual_seed(dist.get_rank())
+        self._gradients = [torch.randn(each.shape, generator=drawn) * 1e-3 for each in self.parts]
+
+    def forward(self, loss: Tensor) -> Tensor:
+        """Sleep; return a loss whose backward sleeps, too."""
+        time.sleep((1 - BACKWARD) * self._seconds)
+        for parameter, gradient in zip(self.parts, self._gradients, strict=True):
+            seconds = self._share * parameter.numel()
+            loss = _Backward.apply(loss, parameter, gradient, seconds)  # type: ignore[no-untyped-call]
+        return loss
+
+
+def main(told: dict[str, Any]) -> None:
+    """Measure what is told: ``model``, ``methods``, ``steps``, ``warm``, ``asleep_ms``."""
+    report(told, lambda: run(told))
+
+
+def run(told: dict[str, Any]) -> dict[str, Any]:
+    """Return ``ms`` and ``wire_bytes`` of a step by method: means of steps between which ranks do not meet."""
+    found: dict[str, Any] = {"ms": {}, "wire_bytes": {}}
+    for name in told["methods"]:
+        torch.manual_seed(0)
+        model, compression = make(name)(Asleep(told["model"], told["asleep_ms"] / 1e3))
+        stepper = optimizer(model)
+        for number in range(told["warm"] + told["steps"]):
+            if number == told["warm"]:
+                _settle(compression)
+                before, start = int(COUNTER.read_text()), time.perf_counter()
+            stepper.zero_grad()
+            model(torch.zeros((), requires_grad=True)).backward()
+            stepper.step()
+        if compression is not None:
+            compression.stats()  # waits for what still travels
+        found["ms"][name] = 1e3 * (time.perf_counter() - start) / told["steps"]
+        _settle(compression)
+        found["wire_bytes"][name] = (int(COUNTER.read_text()) - before) // told["steps"]
+        if compression is not None:
+            compression.close()
+        del model, stepper, compression
+        gc.collect()
+    return found
+
+
+def _settle(compression: Any) -> None:
+    if compression is not None:
+        compression.stats()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,100 @@
+"""What the compressed strategies of the Trainer, of Fabric and of Ray share: their arguments, names and figures."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_compress.codecs import Method
+from lightning_compress.corrections import Corrected
+from lightning_compress.engine import checks
+from lightning_compress.engine.attach import own_bucket_cap_mb
+from lightning_compress.engine.compression import Compression
+from lightning_compress.exchanges import Pattern
+from lightning_compress.planning.choose import Auto
+from lightning_compress.settings.automatic import Automatic
+from lightning_compress.settings.parsing import COMPRESSORS, written
+from lightning_compress.settings.run_state import RunState
+from lightning_compress.strategies.common import VARIANTS, register
+from lightning_compress.strategies.resume import Resume
+from lightning_compress.strategies.sidecar import SavedState
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+_UNUSED: dict[str, dict[str, object]] = {"_find_unused_parameters_true": {"find_unused_parameters": True}}
+
+
+class CompressionMixin(_Base):
+    """Take the arguments of a gradient compression; see ``CompressedDDPStrategy``."""
+
+    def __init__(
+        self,
+        compressor: Method | Corrected | Automatic | str | dict[str, Any] = "auto",
+        exchange: Pattern | str | dict[str, Any] = "auto",
+        error_feedback: bool | str | dict[str, Any] | None = None,
+        warmup_steps: int | None = None,
+        min_numel: int = 1024,
+        seed: int | None = 0,
+        state: SavedState = "sidecar",
+        strict_state: bool = False,
+        schedule: str | dict[str, Any] | None = None,
+        rules: Sequence[dict[str, Any]] | None = (),
+        local_clip_norm: float | dict[str, Any] | None = None,
+        deterministic: bool = False,
+        on_nonfinite: Literal["pass", "skip", "raise"] = "pass",
+        on_drift: Literal["error", "resync"] = "error",
+        check_drift_every: int = 100,
+        delay: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        arguments = locals()  # passed on by name: RunState checks them
+        checks.check_known(kwargs, type(self), _OURS, compressor)
+        checks.check_ddp_arguments(kwargs)
+        super().__init__(**kwargs)
+        self._settings = RunState.of(**{name: arguments[name] for name in _OURS if name not in _ON_CHECKPOINTS})
+        checks.check_delay(self._settings, *(bool(kwargs.get(name)) for name in checks.UNUSED))
+        self._resume = Resume(state, strict_state)
+
+    def _choose_bucket_cap(self) -> None:
+        """Choose buckets for DistributedDataParallel, smaller than its own on CPUs, unless the user has."""
+        on_cpu = self.root_device.type == "cpu"
+        if on_cpu and not self._settings.plain and self._ddp_kwargs.get("bucket_cap_mb") is None:
+            self._ddp_kwargs["bucket_cap_mb"] = own_bucket_cap_mb(self.num_processes)
+
+    @property
+    @abstractmethod
+    def compression(self) -> Compression:
+        """The compression of the model that is trained."""
+
+    def comm_stats(self) -> dict[str, Any]:
+        """Return the traffic of the last step and in total (``Compression.stats``), with a one-line ``summary``.
+
+        Raises:
+            RuntimeError: no training is running.
+        """
+        return self.compression.stats() | {"summary": self.compression.summary}
+
+    def measure_every(self, steps: int) -> None:
+        """Measure time and compression error every ``steps`` steps."""
+        self.compression.meter.sample_every = steps
+
+    def __repr__(self) -> str:
+        given = self._settings.options
+        exchange = "" if given.exchange == Auto() else f", exchange={written(given.exchange)}"
+        return f"{type(self).__name__}(compressor={written(given.compressor)}{exchange})"
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``compressed_ddp`` and one name per compressor, each with its variants."""
+        named: dict[str, dict[str, object]] = {"compressed_ddp": {}}
+        named |= {f"compressed_ddp_{name}": {"compressor": name} for name in COMPRESSORS.offered}
+        register(strategy_registry, cls, "Compressed DDP", named, VARIANTS | _UNUSED)
+
+
+_ON_CHECKPOINTS = ("state", "strict_state")
+_OURS = [name for name in inspect.signature(CompressionMixin.__init__).parameters if name not in ("self", "kwargs")]

@@ -1,0 +1,67 @@
+"""Hydra in another application, in the layout of lightning-hydra-template (examples/hydra_template)."""
+
+import os
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy
+from lightning_compress.codecs import TopK
+from tests.config.composing import CONF, ROOT
+from tests.helpers import forked
+
+TEMPLATE = ROOT / "examples/hydra_template"
+FOUND = f"hydra.searchpath=[file://{CONF}]"  # what pkg://lightning_compress.conf is where this tree is not installed
+
+
+def strategy_of(*overrides):
+    with initialize_config_dir(version_base="1.3", config_dir=str(TEMPLATE / "configs")):
+        cfg = compose("train", [FOUND, "trainer.default_root_dir=.", *overrides])
+    return hydra.utils.instantiate(cfg.trainer, callbacks=[], logger=False).strategy
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_strategy_brings_its_groups():
+    options = "trainer.strategy.rules=[{match: head.*, compressor: none}]"
+    strategy = strategy_of("compressor=topk", "compressor.density=0.3", "exchange=two_shot", options)
+    assert isinstance(strategy, CompressedDDPStrategy)
+    assert strategy._settings.method == TopK(density=0.3)
+    assert strategy._settings.options.rules[0].match == ("head.*",)
+    assert strategy._settings.options.seed == 0  # the template's own is null
+    assert strategy_of("seed=7")._settings.options.seed == 7
+    assert isinstance(strategy_of("trainer=ddp"), CompressedDDPStrategy)
+    assert isinstance(strategy_of("strategy@trainer.strategy=diloco"), LocalSGDStrategy)
+    gossip = "strategy@trainer.strategy=gossip"
+    assert isinstance(strategy_of(gossip, "compressor=moniqua", "seed=null"), GossipStrategy)
+
+
+def run(folder, *overrides):
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = [TEMPLATE / "src/train.py", FOUND, "hydra.run.dir=out", *overrides]
+    return forked.run(*words, cwd=folder, env=variables, timeout=150)
+
+
+def test_it_trains_and_resumes(tmp_path):
+    done = run(tmp_path, "trainer.devices=2", "compressor=onebit", "seed=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "float32 would send 1.23 MB (20.9 x as much)" in done.stdout
+    first = tmp_path / "out/checkpoints/epoch=0.ckpt"
+    assert len(list(first.with_name(f"{first.name}.lc").iterdir())) == 2
+    again = run(tmp_path, "trainer.devices=2", "compressor=onebit", "seed=1", f"ckpt_path='{first}'")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "begins again" not in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["+compressor=topk"], "compressor=topk has no effect: no strategy in the config takes it. Add 'strategy@"),
+        (["compressor=topk"], "Could not override 'compressor'. No match in the defaults list"),
+    ],
+)
+def test_a_compressor_without_our_strategy_is_an_error(tmp_path, overrides, said):
+    done = run(tmp_path, "~strategy@trainer.strategy", *overrides)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert not list(tmp_path.rglob("*.ckpt"))

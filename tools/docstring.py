@@ -1,0 +1,64 @@
+"""A docstring in Google's style, in parts, as Markdown."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
+ENTRY = re.compile(r"^    (\w+): (.*)$")
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """The parts of a docstring.
+
+    Args:
+        summary: the first line.
+        text: the paragraphs before its sections.
+        arguments: text of each argument, by name.
+        sources: the paragraphs after its sections, such as papers.
+    """
+
+    summary: str
+    text: str
+    arguments: dict[str, str]
+    sources: str
+
+    @classmethod
+    def of(cls, documented: object) -> Docstring:
+        """Read the docstring of a class or a function."""
+        before: list[str] = []
+        after: list[str] = []
+        entries: list[str] = []
+        section = ""
+        for line in (inspect.getdoc(documented) or "").splitlines():
+            if SECTION.match(line):
+                section = line
+            elif section == "Args:" and line.startswith(" "):
+                entries.append(line)
+            elif not section:
+                before.append(line)
+            elif line and not line.startswith(" "):
+                after.append(line)
+        summary, _, text = "\n".join(before).partition("\n")
+        return cls(markdown(summary), markdown(text.strip()), _arguments(entries), markdown("\n".join(after)))
+
+
+def markdown(text: str) -> str:
+    """Return a docstring's text with Markdown's marks of code, and without what Markdown would read as marks."""
+    parts = re.split(r"(``.+?``)", text, flags=re.DOTALL)
+    return "".join(f"`{each[2:-2]}`" if each.startswith("``") else each.replace("*", r"\*") for each in parts)
+
+
+def _arguments(lines: list[str]) -> dict[str, str]:
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in lines:
+        if entry := ENTRY.match(line):
+            name = entry[1]
+            found[name] = [entry[2]]
+        elif name:
+            found[name].append(line.strip())
+    return {name: markdown(" ".join(filter(None, text))) for name, text in found.items()}
