@@ -67,7 +67,7 @@ def loader(dataset, batch=16):
 def saving_on_exception(folder):
     """A callback that saves ``stopped.ckpt`` on an exception, and at no other time."""
     if "save_on_exception" in inspect.signature(ModelCheckpoint).parameters:  # from Lightning 2.6 on
-        return ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_train_steps=100)
+        return ModelCheckpoint(folder, "stopped", save_on_exception=True, every_n_epochs=100)
     return OnExceptionCheckpoint(folder, "stopped")
 
 
