@@ -19,6 +19,7 @@ from recipes import predict
 from recipes.config import whole_paths
 from tests.config.composing import composed
 from tests.helpers import forked
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ("extending", "two-machines")
@@ -102,14 +103,23 @@ def test_quickstart(tmp_path):
     script, resumed = re.findall(r"^```python\n(.*?)^```", PAGES[QUICKSTART], flags=re.MULTILINE | re.DOTALL)
     (shown,) = re.findall(r"^```text\n(.*?)^```", PAGES[QUICKSTART], flags=re.MULTILINE | re.DOTALL)
     fit = "trainer.fit(Net(), DataLoader(data, batch_size=32))"
+    assert fit in script
     again = script.replace("max_epochs=2", "max_epochs=3").replace(fit, resumed.removeprefix("# ").strip())
     for name, text in (("train.py", script), ("again.py", again)):
         (tmp_path / name).write_text(text)
-        said = run([sys.executable, name], cwd=tmp_path)
-        assert "total" in said or "sent" in said
-    assert again != script
-    assert (tmp_path / "last.ckpt").exists()
-    assert shown.strip()
+        told = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+        told |= {"MASTER_PORT": free_port()}  # as Lightning tells the processes that it starts itself
+        streams = [tmp_path / f"{name}{rank}" for rank in (0, 1)]
+        ranks = [
+            forked.start([name], cwd=tmp_path, env=told | {"LOCAL_RANK": str(rank)}, stdout=stream, stderr=stream)
+            for rank, stream in enumerate(streams)
+        ]
+        for each in ranks:
+            each.join(200)
+        said = streams[0].read_text()
+        assert [each.exitcode for each in ranks] == [0, 0], said[-3000:]
+        assert shown.strip() in said
+    assert "checkpoint at last.ckpt" in said.replace(f"{tmp_path}/", "")
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
