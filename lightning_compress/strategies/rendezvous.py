@@ -224,7 +224,7 @@ class Signals:
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._connector = trainer, trainer._signal_connector
         loop = trainer.fit_loop.epoch_loop
-        broadcasts = [name for name in dir(loop) if "sigterm" in name]  # Lightning 2.5 has none
+        broadcasts = [name for name in dir(loop) if name.startswith("_broadcast")]  # Lightning 2.5 has none
         self.taken = broadcasts in ([], [LOOP]) and all(hasattr(self._connector, name) for name in HANDLERS)
         self.end = self.save = self.stop = self._ends = False
         self._due: Callable[[], None] | None = None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
@@ -61,7 +61,7 @@ def fit(strategy, make=Validated, callbacks=(), resume=None, epochs=2, **options
     """Two epochs over all digits."""
     torch.manual_seed(1)
     model = make("adamw")
-    saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    saves = any(isinstance(each, Checkpoint) for each in callbacks)
     trainer = quiet_trainer(
         strategy, enable_checkpointing=saves, callbacks=list(callbacks), max_epochs=epochs, **options
     )

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_compress.strategies import rendezvous
 from lightning_compress.strategies.rendezvous import EVERY
 from tests.conformance.training import ByStep, train
-from tests.helpers.training import parameters, saving_on_exception
+from tests.helpers.training import LATER, parameters, saving_on_exception
 
 STEPS = 16
 
@@ -106,6 +106,7 @@ def _renamed():
     return begun.taken, trainer.global_step, rendezvous.HANDLERS[0] in vars(trainer._signal_connector)
 
 
+@LATER  # a broadcast that could have another name
 def test_another_lightning_is_left_alone(pools):
     assert pools[2].run(_renamed) == [(False, 3, False)] * 2
 

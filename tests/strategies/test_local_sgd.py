@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_compress import CommunicationMonitor, LocalSGDStrategy
 from lightning_compress.strategies.constructors import LOCAL_STEPS
 from tests.helpers.lives import live
-from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer, saving_on_exception
+from tests.helpers.training import LATER, Net, digits, loader, parameters, quiet_trainer, saving_on_exception
 from tests.strategies.test_periodic import (
     ByStep,
     Stream,
@@ -653,7 +653,7 @@ def _callbacks(folder, trigger):
     return trainer.current_epoch, all(bool(each.isfinite().all()) for each in alike) and bool(files)
 
 
-@pytest.mark.parametrize("trigger", ["steps", "epochs", "validation", "time", "end"])
+@pytest.mark.parametrize("trigger", ["steps", "epochs", "validation", "time", pytest.param("end", marks=LATER)])
 def test_checkpoints_early_stopping_and_monitors(pools, tmp_path, trigger):
     assert pools[2].run(_callbacks, str(tmp_path), trigger) == [(2, True)] * 2
     logged = (next(tmp_path.glob("**/metrics.csv"))).read_text()
