@@ -76,12 +76,13 @@ def test_local_mode(pools, tmp_path):
 
 @needs_ray
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 def test_a_worker_that_dies(tmp_path):
     """Ray starts all workers again; they end as if nothing had happened."""
     results = []
     for how in ("dies", "lives"):
         (tmp_path / how).mkdir()
-        run(HERE / "ray_cluster.py", tmp_path / how, how, timeout=280)
+        run(HERE / "ray_cluster.py", tmp_path / how, how, timeout=420)
         results.append(ended(tmp_path / how))
         stored = Path((tmp_path / how / "checkpoint").read_text())
         ranks = {file.name.rpartition(".rank")[2] for file in (stored / "checkpoint.ckpt.lc").iterdir()}
