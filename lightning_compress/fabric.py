@@ -8,7 +8,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -27,7 +28,7 @@ from lightning_compress.strategies.sidecar import CHOSEN, KEY
 __all__ = ["CompressedDDPStrategy"]
 
 
-class CompressedDDPStrategy(CompressionMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
+class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
     """DistributedDataParallel with a compressed gradient average, for ``Fabric(strategy=...)``.
 
     It takes the arguments of ``lightning_compress.CompressedDDPStrategy``, which is for a Trainer. Fabric refuses that

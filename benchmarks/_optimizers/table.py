@@ -114,7 +114,7 @@ def picture(rows: Sequence[Row], stage: str, path: Path) -> None:
         methods.setdefault(name.split()[0].rstrip(","), []).append(point)
     some = dict.fromkeys((front[0], front[len(front) // 2], front[-1]))
     title = f"Least loss for their bits: {'; '.join(f'{name} at {points[name][0]:.2g} bits' for name in some)}"
-    figure, (axes,) = canvas(title, (11, 6.4))
+    figure, (axes,) = canvas(title, (9.6, 6.0))
     for method, style in styles(methods).items():
         axes.plot(*zip(*methods[method], strict=True), ls="", label=method, **style)
     axes.plot(*zip(*(points[name] for name in front), strict=True), color="black", lw=0.8, zorder=0)

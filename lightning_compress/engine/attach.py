@@ -93,8 +93,9 @@ def attach(
 def _inner(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that steps, where accelerate's wrapper passes everything on to it."""
     inner = getattr(optimizer, "optimizer", None)
-    passes_on = isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups
-    return _inner(inner) if passes_on else optimizer
+    if isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups:
+        return _inner(inner)
+    return optimizer
 
 
 def warn_of_epochs(settings: RunState) -> None:

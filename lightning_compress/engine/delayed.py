@@ -252,6 +252,7 @@ class DelayedCompression(Compression):
 
         A rank that did not take the last step, because another had failed, saved an average that rank 0's model has.
         """
+        self.settle()  # ranks compare the state where averages travel
         super().load_state_dict(state)
         self.begun = self.step
         scale, means, problem = 1.0, dict[str, Tensor](), None

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_compress.core import state_dict
+from lightning_compress.core.state_dict import IN_FLIGHT
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.delayed import DelayedCompression
 
 
 @contextmanager
@@ -20,8 +22,12 @@ def trial(compression: Compression) -> Iterator[None]:
     Args:
         compression: of the model that is stepped inside.
     """
-    compression.roll_back()  # of a step that a GradScaler skipped
+    if not isinstance(compression, DelayedCompression):  # which commits a step as soon as it is averaged
+        compression.roll_back()  # of a step that a GradScaler skipped
     copied = state_dict.mapped(compression.state_dict(), lambda one: one | {"numbers": one["numbers"].clone()})
+    if flying := copied.get(IN_FLIGHT):
+        means = {name: mean.clone() for name, mean in flying["means"].items()}
+        copied[IN_FLIGHT] = flying | {"means": means}
     counters, nonfinite, epoch = dict(vars(compression.meter)), compression.finite.count.clone(), compression.epoch
     yield
     compression.load_state_dict(copied)

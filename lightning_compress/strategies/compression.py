@@ -7,6 +7,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from lightning_compress.codecs import Method
 from lightning_compress.corrections import Corrected
 from lightning_compress.engine import checks
@@ -22,7 +24,20 @@ from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
+
+    class _Base:
+        """What the ``DDPStrategy`` of each class tree has."""
+
+        _ddp_kwargs: dict[str, Any]
+
+        def __init__(self, **kwargs: Any) -> None: ...
+
+        @property
+        def root_device(self) -> torch.device: ...
+
+        @property
+        def num_processes(self) -> int: ...
+
 else:
     _Base = object
 
@@ -31,6 +46,8 @@ _UNUSED: dict[str, dict[str, object]] = {"_find_unused_parameters_true": {"find_
 
 class CompressionMixin(_Base):
     """Take the arguments of a gradient compression; see ``CompressedDDPStrategy``."""
+
+    _resume: Resume
 
     def __init__(
         self,

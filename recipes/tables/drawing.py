@@ -144,6 +144,8 @@ def image(figure: Any) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure as a PNG of 128 colours."""
+    """Write a figure as a PNG of 256 colours, rare ones too."""
+    from PIL.Image import Quantize
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    image(figure).quantize(128).save(path, optimize=True)
+    image(figure).quantize(256, Quantize.MAXCOVERAGE).save(path, optimize=True)

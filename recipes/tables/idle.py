@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_compress import (
+    AsyncGossipStrategy,
     CompressedDDPStrategy,
     GossipStrategy,
     LocalSGDStrategy,
@@ -68,7 +69,8 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) ->
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     kind = type(trainer.strategy).__name__
     compresses = isinstance(trainer.strategy, CompressedDDPStrategy | LocalSGDStrategy)
-    gossips = isinstance(trainer.strategy, GossipStrategy)  # which has a compressor, and neighbours for an exchange
+    # these have a compressor, and neighbours instead of an exchange
+    gossips = isinstance(trainer.strategy, GossipStrategy | AsyncGossipStrategy)
     chosen = [
         _typed(group, cfg[group])
         for group in IDLE

@@ -178,12 +178,13 @@ def assert_same(one, other):
             assert value == other[name], name
 
 
-def _no_trace(compressor, folder):
+def _no_trace(compressor, folder, delay):
     """Everything after a run without and one with searches, and what these cost."""
     found = []
     callback = MinibatchSize(2, 1, probe=8)
     for number, own in enumerate(([], [callback])):
-        strategy = CompressedDDPStrategy(compressor, bucket_cap_mb=0.02) if compressor else "ddp"
+        late = {"delay": 1, "schedule": "none"} if delay else {}
+        strategy = CompressedDDPStrategy(compressor, bucket_cap_mb=0.02, **late) if compressor else "ddp"
         logger = CSVLogger(f"{folder}/{number}", name="", version="")
         with idle_search():
             trainer, model = fit(folder, [*own, rows := Rows(), CommunicationMonitor()], strategy, logger=logger)
@@ -206,9 +207,11 @@ METHODS = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("compressor", METHODS, ids=str)
-def test_a_search_leaves_no_trace_on_two_ranks(pools, tmp_path, compressor):
-    answers = pools[2].run(_no_trace, compressor, str(tmp_path))
+@pytest.mark.parametrize(
+    ("compressor", "delay"), [*((each, 0) for each in METHODS), ("none", 1), ("onebit", 1)], ids=str
+)
+def test_a_search_leaves_no_trace_on_two_ranks(pools, tmp_path, compressor, delay):
+    answers = pools[2].run(_no_trace, compressor, str(tmp_path), delay)
     for without, searched, history in answers:
         assert_same(without, searched)
         assert [found["epoch"] for found in history] == [1, 2, 3]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_compress
 from lightning_compress import attach
-from lightning_compress.fabric import CompressedDDPStrategy
+from lightning_compress.fabric import CompressedDDPStrategy, _other_choice
 from tests.front_ends.fabric_loop import launched, quietly, set_up, train
 from tests.helpers.training import Net, fit, parameters
 
@@ -173,6 +173,7 @@ def _resumed(folder, settings, steps=6, apart=3):
         {"compressor": DGC, "warmup_steps": 1},
         {"compressor": {"name": "powersgd", "rank": 2}},
         {"compressor": "rotated"},
+        {"compressor": "auto"},
         {"compressor": "topk", "state": "sidecar", "schedule": {"density": {0: 0.5, 2: 0.1, 5: 0.02}}},
     ],
     ids=str,
@@ -184,11 +185,18 @@ def test_resumes_bit_for_bit(pools, tmp_path, settings):
         assert np.array_equal(kept, restored)
         assert not said
         residuals.append(kept)
-    if settings["compressor"] not in ("rotated",):
+    if settings["compressor"] not in ("rotated", "auto"):
         assert not np.array_equal(*residuals), "each rank has its own"
         assert len(list((tmp_path / "half.ckpt.lc").iterdir())) == 2
     content = torch.load(tmp_path / "half.ckpt", weights_only=True)
     assert content["optimizer"]["param_groups"][0]["momentum"] == 0.9  # dgc gives it back
+
+
+def test_another_choice_of_auto_is_said():
+    now = {"compressor": {"name": "rotated", "bits": 4}}
+    assert not _other_choice(now, now)
+    assert not _other_choice(None, now)
+    assert "Give compressor={'name': 'bf16'} to continue" in _other_choice({"compressor": {"name": "bf16"}}, now)
 
 
 def _lost(folder, settings):

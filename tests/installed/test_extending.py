@@ -95,7 +95,7 @@ def test_it_keeps_the_laws_and_hydra_builds_it(site, tmp_path):
     (tmp_path / "conf" / "compressor").mkdir(parents=True)
     (text,) = [body for kind, body in BLOCKS if kind == "yaml"]
     (tmp_path / "conf" / "compressor" / "linear8.yaml").write_text(text)
-    defaults = "defaults:\n  - _self_\n  - compressor: none\n  - exchange: auto\n  - strategy: compressed_ddp\n"
+    defaults = "defaults:\n  - _self_\n  - strategy: compressed_ddp\n"
     (tmp_path / "conf" / "app.yaml").write_text(defaults)
     (override,) = re.findall(r"Without a file: `'(.*)'`", PAGE)
     script = LAWS + REDUCER + COMPOSED

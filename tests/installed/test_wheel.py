@@ -87,9 +87,7 @@ def test_metadata(installed):
 )
 def test_another_hydra_application(installed, tmp_path, overrides, built):
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "app.yaml").write_text(
-        "defaults:\n  - _self_\n  - compressor: none\n  - exchange: auto\n  - strategy: compressed_ddp\n"
-    )
+    (tmp_path / "conf" / "app.yaml").write_text("defaults:\n  - _self_\n  - strategy: compressed_ddp\n")
     (tmp_path / "app.py").write_text(APPLICATION)
     environment = os.environ | {"PYTHONPATH": str(installed[1])}
     run = subprocess.run(
