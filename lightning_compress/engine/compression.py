@@ -224,7 +224,7 @@ class Compression:
             ValueError: it is not a state, or of another method or rank; then nothing changed. Or parts of it do not
                 fit; then all states are reset.
         """
-        checks.check_state(state, self._collective, self.device)
+        checks.check_state(state, self._collective.uncounted, self.device)
         if state["method"] not in self.settings.families:
             raise ValueError(f"the state is of {state['method']}; this run compresses with {self.family}")
         self.reset()

@@ -54,7 +54,7 @@ def test_every_method_can_be_made():
         if method != training.ALL_REDUCE:
             algorithm = training.build_algorithm(METHODS[method]["algorithm"])
             training.build_gossip_compressor(METHODS[method].get("compressor"), algorithm)
-    assert len(OVER_LINKS) == 13
+    assert len(OVER_LINKS) == 16
 
 
 def test_pairs_are_timed(tmp_path, monkeypatch, capsys):
