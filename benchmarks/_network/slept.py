@@ -75,14 +75,14 @@ def run(told: dict[str, Any]) -> dict[str, Any]:
         for number in range(told["warm"] + told["steps"]):
             if number == told["warm"]:
                 _settle(compression)
+                dist.barrier()
                 before, start = int(COUNTER.read_text()), time.perf_counter()
             stepper.zero_grad()
             model(torch.zeros((), requires_grad=True)).backward()
             stepper.step()
-        if compression is not None:
-            compression.stats()  # waits for what still travels
-        found["ms"][name] = 1e3 * (time.perf_counter() - start) / told["steps"]
         _settle(compression)
+        found["ms"][name] = 1e3 * (time.perf_counter() - start) / told["steps"]
+        dist.barrier()
         found["wire_bytes"][name] = (int(COUNTER.read_text()) - before) // told["steps"]
         if compression is not None:
             compression.close()
@@ -92,9 +92,9 @@ def run(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settle(compression: Any) -> None:
+    """Wait for what still travels."""
     if compression is not None:
         compression.stats()
-    dist.barrier()
 
 
 if __name__ == "__main__":
