@@ -14,7 +14,6 @@ file, and is not repeated. ``kills`` kills ranks in the midst of a Lightning fit
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import statistics
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import _runs
 from benchmarks._arguments import file_to_write, positive, positives
 from benchmarks._asynchronous import kills
 from benchmarks._asynchronous.ranks import METHODS, Job, run
@@ -68,54 +68,38 @@ def accuracy(
     """Train what is missing in the CSV file, and print means over the seeds, and differences from D-PSGD."""
     jobs = list[Job]()
     for seed in seeds:
-        usual = [Job(method, ranks, batches, seed=seed, rate=rate, root=root) for method in METHODS]
-        straggling = dataclasses.replace(
-            usual[list(METHODS).index("AD-PSGD")], sleep_s=STRAGGLER_S[bool(root)], slow=SLOW
-        )
-        jobs += [*usual, straggling]
-    rows = _rows(path)
+        usual = {method: Job(method, ranks, batches, seed=seed, rate=rate, root=root) for method in METHODS}
+        straggling = dataclasses.replace(usual["AD-PSGD"], sleep_s=STRAGGLER_S[bool(root)], slow=SLOW)
+        jobs += [*usual.values(), straggling]
+    rows = {tuple(row[key] for key in KEYS): row for row in _runs.read(path)}
+    groups: dict[tuple[str, float], list[tuple[float, float]]] = {}  # loss and accuracy, a seed each
     for job in jobs:
-        key = tuple(str(getattr(job, name)) for name in KEYS)
-        if key not in rows:
-            found = run(job)
-            rows[key] = found["loss"], found["accuracy"]
-            new = not path.exists()
-            with path.open("a", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerows([(*KEYS, "loss", "accuracy")] * new)
-                writer.writerow([*key, f"{found['loss']:.5f}", f"{found['accuracy']:.2f}"])
-    table = Table(
-        "method", "loss", "over D-PSGD", "accuracy %", "points behind D-PSGD", title=f"{ranks} ranks, {batches} batches"
-    )
-    groups: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
-    for job in jobs:
-        key = tuple(str(getattr(job, name)) for name in KEYS)
-        groups.setdefault((job.method, key[4]), {})[key[3]] = rows[key]
-    base = groups["D-PSGD", "1.0"]
+        row = rows.get(tuple(str(getattr(job, name)) for name in KEYS)) or _train(job, path)
+        groups.setdefault((job.method, job.slow), []).append((float(row["loss"]), float(row["accuracy"])))
+    table = Table("method", "loss", "over D-PSGD", "accuracy %", "points behind D-PSGD")
+    table.title = f"{ranks} ranks, {batches} batches"
+    losses_of_base, right_of_base = zip(*groups["D-PSGD", 1.0], strict=True)
     for (method, slower), found in groups.items():
-        losses, rights = zip(*found.values(), strict=True)
-        ratios = [found[seed][0] / base[seed][0] - 1 for seed in found]
-        name = method + (f", one rank {slower} x slower" if slower != "1.0" else "")
+        losses, right = zip(*found, strict=True)
         spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+        over = statistics.mean(losses) / statistics.mean(losses_of_base) - 1
+        each = ", ".join(f"{100 * (mine / base - 1):+.0f}" for mine, base in zip(losses, losses_of_base, strict=True))
         table.add_row(
-            name,
+            method + (f", one rank {slower:g} x slower" if slower != 1 else ""),
             f"{statistics.mean(losses):.4f}{spread}",
-            f"{100 * (statistics.mean(losses) / statistics.mean(each[0] for each in base.values()) - 1):+.1f} %"
-            f" ({', '.join(f'{100 * each:+.0f}' for each in ratios)})",
-            f"{statistics.mean(rights):.2f}",
-            f"{statistics.mean(base[seed][1] - found[seed][1] for seed in found):.2f}",
+            f"{100 * over:+.1f} % ({each})",
+            f"{statistics.mean(right):.2f}",
+            f"{statistics.mean(right_of_base) - statistics.mean(right):.2f}",
         )
     out.print(table)
 
 
-def _rows(path: Path) -> dict[tuple[str, ...], tuple[float, float]]:
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {
-            tuple(row[key] for key in KEYS): (float(row["loss"]), float(row["accuracy"]))
-            for row in csv.DictReader(file)
-        }
+def _train(job: Job, path: Path) -> dict[str, str]:
+    found = run(job)
+    row = {name: str(getattr(job, name)) for name in KEYS}
+    row |= {"loss": f"{found['loss']:.5f}", "accuracy": f"{found['accuracy']:.2f}"}
+    _runs.append(path, row)
+    return row
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from benchmarks._gossip.methods import METHODS
 from benchmarks._gossip.training import Task, run
+from benchmarks._runs import append, read
 
 KEYS = ("method", "ranks", "seed", "steps", "images", "batch", "rate")
 FOUND = ("accuracy", "test_loss", "bytes_a_step", "memory", "consensus", "hash_failures", "theta", "seconds")
@@ -20,10 +20,7 @@ FOUND = ("accuracy", "test_loss", "bytes_a_step", "memory", "consensus", "hash_f
 
 def known(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
     """The rows so far, by what was run."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {tuple(row[key] for key in KEYS): row for row in csv.DictReader(file)}
+    return {tuple(row[key] for key in KEYS): row for row in read(path)}
 
 
 def measure(path: Path, root: Path, methods: list[str], ranks: list[int], seeds: list[int], **given: Any) -> None:
@@ -37,23 +34,13 @@ def measure(path: Path, root: Path, methods: list[str], ranks: list[int], seeds:
                     continue
                 task = task or Task(root, given["images"], given["tested"])
                 found = run(task, method, size, seed, given["steps"], given["batch"], given["rate"])
-                _append(path, what | {name: _short(found[name]) for name in FOUND})
+                append(path, what | {name: _short(found[name]) for name in FOUND})
                 print(f"{method}, {size} ranks, seed {seed}: {found['accuracy']} % in {found['seconds']} s", flush=True)
     show(path)
 
 
 def _short(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*KEYS, *FOUND], lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def _given(row: dict[str, str]) -> tuple[float, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,27 +10,7 @@ from rich.table import Table
 
 from benchmarks._optimizers.stages import LIMITS, SETTINGS, STAGES, Stage
 
-FIELDS = ["stage", "setting", "seed", "held_out", "training", "message_bits", "bits", "run_bits", "seconds"]
 Row = dict[str, str]
-
-
-def read(path: Path) -> list[Row]:
-    """All runs so far."""
-    if not path.exists():
-        return []
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def write(path: Path, stage: str, setting: str, seed: int, found: dict[str, float]) -> None:
-    """Add a run."""
-    new = not path.exists()
-    with path.open("a") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        figures = {name: f"{value:.6g}" for name, value in found.items()}
-        writer.writerow({"stage": stage, "setting": setting, "seed": seed} | figures)
 
 
 def over_dense(rows: Sequence[Row], stage: str) -> dict[str, list[float]]:
