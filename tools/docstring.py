@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
+PAGE = re.compile(r"\bdocs/([\w/-]+)(?:\.md)?\b")
 ENTRY = re.compile(r"^    (\w+): (.*)$")
 
 
@@ -49,7 +50,13 @@ class Docstring:
 def markdown(text: str) -> str:
     """Return a docstring's text with Markdown's marks of code, and without what Markdown would read as marks."""
     parts = re.split(r"(``.+?``)", text, flags=re.DOTALL)
-    return "".join(f"`{each[2:-2]}`" if each.startswith("``") else each.replace("*", r"\*") for each in parts)
+    return "".join(f"`{each[2:-2]}`" if each.startswith("``") else _prose(each) for each in parts)
+
+
+def _prose(text: str) -> str:
+    """Return text without marks of emphasis, except in lines of code and bullets, and with links to pages."""
+    lines = [line if re.match(r" {4}|\* ", line) else line.replace("*", r"\*") for line in text.split("\n")]
+    return PAGE.sub(r"[\1](../\1.md)", "\n".join(lines))
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:

@@ -287,7 +287,8 @@ class Codec(Method, ABC):
 
         Args:
             layout: layout of the vectors.
-            device: device of the vectors.
+            device: device of the vectors. ``auto`` and the cost model ask for a plan on the device "meta", to read its
+                sizes. So compute what depends on the layout alone on the CPU, and move it to ``device`` last.
             summands: number of messages that are summed in the messages' dtype; their sum must not overflow.
         """
 

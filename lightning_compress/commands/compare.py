@@ -22,6 +22,11 @@ MOMENTS = ("momentum_buffer", "exp_avg")
 def compare(source: str, compressors: list[str] | None = None, json: bool = False) -> None:
     """Encode and decode your gradients with each compressor: bits, error and time.
 
+    ``bits`` are those of a message, per element. ``error`` is the norm of what a message loses, over the norm of what
+    was encoded: 0 if everything arrives, 1 if nothing does. ``of sum`` is the same for the sum over all steps, and
+    ``cosine`` belongs to the angle between a gradient and its message. ``feedback`` is on where the error of a step was
+    added to the next one. ``with Adam`` is no for biased methods: Adam and AdamW need more care with them.
+
     Args:
         source: a file of gradients by torch.save; a checkpoint, whose optimizer's momentum is then taken; or
             module:function, which returns gradients by name, or a model after its backward pass.

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_compress.codecs import Codec
 from lightning_compress.codecs.codec import aligned
 from lightning_compress.core.layout import Layout
+from lightning_compress.exchanges.exchange import META
 from lightning_compress.exchanges.message import encode_by
 from lightning_compress.testing.bias import Measure, T, check_sent
 from lightning_compress.testing.fuzz import CodecReader, Guarded
@@ -60,6 +61,10 @@ def _check_size(codec: Codec, numel: int, size: Size | None) -> None:
     fits = plan.message_size <= wanted if plan.variable else plan.message_size == wanted
     law(2, fits, f"{where} takes {plan.message_size} bytes, but the formula says {wanted}")
     law(2, usual <= plan.message_size, f"{where}: expected_size is {usual}, above message_size {plan.message_size}")
+    with located(f'{where}: plan() on the device "meta", by which auto learns sizes'):
+        dry = codec.plan(layout(numel), META)
+        figures = f"a plan has {dry.message_size} bytes on the device meta, and {plan.message_size} on {CPU}"
+        law(2, dry.message_size == plan.message_size and dry.expected_size == usual, f"{where}: {figures}")
 
 
 def _check_vector(codec: Codec, given: Tensor, where: str, reference: Reference | None) -> None:

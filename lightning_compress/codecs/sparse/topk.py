@@ -159,10 +159,19 @@ class TopK(Codec):
     Other codings of positions and values take fewer bits. If values are rounded, the errors stay in the vector. Bits
     per sent element at density 0.01:
 
-    | indices | bits | | values | bits | |---|---|---|---|---| | int32 | 32 | | fp32 | 32 | | int16, in blocks of 65536
-    | 16 | | fp16, at most 65504 | 16 | | bitmap | 1 / density = 100 | | 2bit, two means of each sign | 2, plus 128 per
-    parameter | | rice, Golomb-Rice codes of gaps | 8.1 (4.8 at density 0.1) | | 1bit, the mean magnitude | 1, plus 32
-    per parameter |
+    | indices | bits |
+    |---|---|
+    | int32 | 32 |
+    | int16, in blocks of 65536 | 16 |
+    | bitmap | 100, which is 1 / density |
+    | rice, Golomb-Rice codes of gaps | 8.1 (4.8 at density 0.1) |
+
+    | values | bits |
+    |---|---|
+    | fp32 | 32 |
+    | fp16, at most 65504 | 16 |
+    | 2bit, two means of each sign | 2, and 128 per parameter |
+    | 1bit, the mean magnitude | 1, and 32 per parameter |
 
     The means are those of a parameter's sent elements (of all sent elements, with scope "group"), computed in float64.
     With these codings a message is the positions and then the values, without padding; the format is documented in
