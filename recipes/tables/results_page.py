@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,17 @@ __all__ = ["write_page"]
 
 HEAD = """# How good are the recipes on public data?
 
-`make results DATA=folder` trains all of these again. It writes this page from the CSV files beside it: do not edit it.
+The line under each table says which methods end within the seeds of dense, or better, and which of them sends least.
 
 - In each table all runs have the same number of steps.
-- "- dense" is the mean over seeds of the score minus dense's of the same seed.
-- "val. loss" is that of the last validation, mean over seeds. "Over dense" compares it with dense's of the same seed.
-- Bytes are what each rank sends per step. The ratio is what float32 would send over them.
-- Steps were timed on one machine, some beside other work, where sending less gains nothing.
+- "- dense": the score minus dense's of the same seed, mean over seeds.
+- "val. loss": of the last validation, mean over seeds. "Over dense" compares it with dense's of the same seed.
+- "bytes a step": what each rank sends. The ratio says how many times as much float32 sends.
+- "step, ms": timed on one machine, where sending less gains nothing, and sometimes beside other work.
   [Step time](step-time.md) has networks.
-- Commands leave out where the data is (`data.root=...`).
+- Add to the commands where the data is (`data.root=...`).
+
+`make results DATA=folder` trains all of these again. It writes this page from the CSV files beside it: do not edit it.
 """
 
 
@@ -105,20 +108,29 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
     spread += f", and their validation losses by {100 * (max(losses) / min(losses) - 1):.1f} %" if losses else ""
     said = [
         f"## {comparison.title}",
-        comparison.note,
-        f"{_seeds(comparison, found)}; {some['ranks']} ranks; {some['steps']} steps; "
-        f"{'the higher the better' if some['goal'] == 'maximize' else 'the lower the better'}. {when}; "
-        f"{_versions(rows)}." + (f" {missing} of {len(planned)} runs are still missing." if missing else ""),
-        f"The seeds of {found[0].label} differ by {spread}: differences of that order say nothing."
+        wrapped(comparison.note),
+        wrapped(
+            f"{_seeds(comparison, found)}; {some['ranks']} ranks; {some['steps']} steps; "
+            f"{'the higher the better' if some['goal'] == 'maximize' else 'the lower the better'}. {when}; "
+            f"{_versions(rows)}."
+        ),
+        f"{missing} of {len(planned)} runs are still missing." if missing else "",
+        f"The seeds of {found[0].label} differ by {spread}: smaller differences say nothing."
         if dense[1:] and found[0].label == next(iter(comparison.methods))
         else "",
         f"    {shared}",
         "and for the other rows, in place of the compressor:" if found[1:] else "",
         "\n".join(f"- {line.label}: `{line.rows[0]['settings']}`" for line in found[1:]),
         "\n".join("| " + " | ".join(cells) + " |" for cells in table),
+        f"{point(comparison, found)}{'' if dense[1:] else ' (one seed)'}." if found[1:] else "",
         f"![{metric} against bytes]({comparison.name}.png)" if found[1:] else "",
     ]
     return "\n\n".join(part for part in said if part) + "\n"
+
+
+def wrapped(text: str) -> str:
+    """Break prose at 100 columns."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _seeds(comparison: Comparison, found: list[Line]) -> str:
