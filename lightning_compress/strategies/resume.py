@@ -191,7 +191,13 @@ def restore_compression(resume: Resume, files: Files, content: Mapping[str, Any]
         return state, state_dict.common(state)
 
     try:
-        compression.load_state_dict(sidecar.redistribute(resume.restore(read), ranks, device))
+        saved = resume.restore(read)
+        if "summands" in saved:
+            rank_zero_info(
+                f"lightning_compress: {resume.path} was saved by {saved['summands']} ranks; each of these {ranks.size} "
+                "ranks starts from the mean of their residuals"
+            )
+        compression.load_state_dict(sidecar.redistribute(saved, ranks, device))
     except ValueError as error:  # the same on all ranks
         compression.reset()
         instead = "Error feedback begins again from zero, and warm-up and schedules at their first step"

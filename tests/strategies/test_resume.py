@@ -183,6 +183,17 @@ def resumed_sums(folder, path, **settings):
     return Watched.seen, said
 
 
+def resumed_sums_and_log(folder, path):
+    handler, told = logging.Handler(), []
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        return *resumed_sums(folder, path), "\n".join(told)
+    finally:
+        logger.removeHandler(handler)
+
+
 class Watched(Net):
     """Looks at the restored residual before the first step."""
 
@@ -200,10 +211,11 @@ def test_at_another_world_size_every_rank_goes_on_from_the_mean(pools, tmp_path)
         float(group["states"]["residual"]["numbers"].sum()) for each in shards for group in each["tree"]["groups"]
     )
     for size in (2, 4):
-        answers = pools[size].run(resumed_sums, f"{tmp_path}/{size}", f"{tmp_path}/epoch=0.ckpt")
-        assert len({seen for seen, _ in answers}) == 1
+        answers = pools[size].run(resumed_sums_and_log, f"{tmp_path}/{size}", f"{tmp_path}/epoch=0.ckpt")
+        assert len({seen for seen, *_ in answers}) == 1
         assert answers[0][0][0] == pytest.approx(total / 3, rel=1e-3, abs=1e-5)
         assert not answers[0][1]
+        assert f"was saved by 3 ranks; each of these {size} ranks starts from the mean of their" in answers[0][2]
 
 
 def fit_only(folder, **settings):
