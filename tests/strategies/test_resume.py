@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_module
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import Dense, OneBit, TopK
 from lightning_compress.corrections import DGC
+from lightning_compress.strategies import resume as resuming
 from tests.cases import CASES
 from tests.helpers.sizes import by_turns
 from tests.helpers.training import LATER, Net, digits, loader, parameters, quiet_trainer
@@ -184,14 +186,9 @@ def resumed_sums(folder, path, **settings):
 
 
 def resumed_sums_and_log(folder, path):
-    handler, told = logging.Handler(), []
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
-    try:
+    told = []
+    with mock.patch.object(resuming, "rank_zero_info", told.append):
         return *resumed_sums(folder, path), "\n".join(told)
-    finally:
-        logger.removeHandler(handler)
 
 
 class Watched(Net):
