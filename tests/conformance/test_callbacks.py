@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.conformance.training import ALL, outcome, train
-from tests.helpers.training import Net, digits
+from tests.helpers.training import LATER, Net, digits
 
 
 class Validates(Net):
@@ -71,11 +71,12 @@ def _all_three(name, folder):
     return answers
 
 
+LATER_ONES = {"ema": LATER, "weight_averaging": LATER}
 IDLE = {"swa": 1}
 """Steps without a backward: the one that renews batch norm's statistics."""
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LATER_ONES.get(name, ())) for name in OPTIONS])
 def test_as_with_stock_ddp(pools, tmp_path, name):
     if name == "device_stats":
         pytest.importorskip("psutil")

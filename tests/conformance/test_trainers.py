@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from lightning_compress.engine.optimizers import _listeners
 from tests.conformance.training import ALL, ByStep, outcome, strategy_of, train, trainer_of
-from tests.helpers.training import Net, digits, loader
+from tests.helpers.training import LATER, Net, digits, loader
 
 
 class Rate(ByStep):
@@ -70,6 +70,7 @@ def _find_at_first(folder):
     return model.lr, outcome(trainer, model)
 
 
+@LATER  # the finder of 2.5 takes an epoch from the fit, with any strategy
 def test_a_learning_rate_finder_at_first(pools, tmp_path):
     first, second = pools[2].run(_find_at_first, str(tmp_path))
     assert first[0] == second[0] != 0.05
