@@ -151,7 +151,7 @@ def command_line() -> str:
     parts = [
         "# Command line",
         NOTE.strip(),
-        "`lightning-compress COMMAND`, or `python -m lightning_compress COMMAND`. `--help` prints the first line and the options of each.",
+        "`lightning-compress COMMAND`, or `python -m lightning_compress COMMAND`. `--help` lists the options.",
         "\n".join(
             ["| command | what it does |", "| --- | --- |"]
             + [f"| [`{name}`](#{name}) | {Docstring.of(command).summary} |" for name, command in COMMANDS.items()]
