@@ -8,14 +8,6 @@ from pathlib import Path
 from typing import Any
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """Return the rows so far; none where there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def append(path: Path, row: Mapping[str, Any]) -> None:
     """Add a row; the first one makes the file and names its columns."""
     path.parent.mkdir(parents=True, exist_ok=True)

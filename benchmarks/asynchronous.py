@@ -21,10 +21,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import _runs
 from benchmarks._arguments import file_to_write, positive, positives
 from benchmarks._asynchronous import kills
 from benchmarks._asynchronous.ranks import METHODS, Job, run
+from benchmarks._runs import append
+from recipes.tables.rows import read_rows
 
 SLEEP_S = 0.02
 SLOW = 10.0
@@ -71,7 +72,7 @@ def accuracy(
         usual = {method: Job(method, ranks, batches, seed=seed, rate=rate, root=root) for method in METHODS}
         straggling = dataclasses.replace(usual["AD-PSGD"], sleep_s=STRAGGLER_S[bool(root)], slow=SLOW)
         jobs += [*usual.values(), straggling]
-    rows = {tuple(row[key] for key in KEYS): row for row in _runs.read(path)}
+    rows = {tuple(row[key] for key in KEYS): row for row in read_rows(path)}
     groups: dict[tuple[str, float], list[tuple[float, float]]] = {}  # loss and accuracy, a seed each
     for job in jobs:
         row = rows.get(tuple(str(getattr(job, name)) for name in KEYS)) or _train(job, path)
@@ -98,7 +99,7 @@ def _train(job: Job, path: Path) -> dict[str, str]:
     found = run(job)
     row = {name: str(getattr(job, name)) for name in KEYS}
     row |= {"loss": f"{found['loss']:.5f}", "accuracy": f"{found['accuracy']:.2f}"}
-    _runs.append(path, row)
+    append(path, row)
     return row
 
 

@@ -39,17 +39,18 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import _runs
 from benchmarks._language import CharLSTM, excerpts, read_text
 from benchmarks._optimizers import table as compensation
 from benchmarks._optimizers import training
 from benchmarks._optimizers.stages import STAGES
+from benchmarks._runs import append
 from benchmarks._teacher import MLP, Teacher
 from lightning_compress import attach
 from lightning_compress.contrib.exchanges.binomial import Binomial
 from lightning_compress.exchanges import AllGather, Pattern, TwoShot
 from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.run_state import RunState
+from recipes.tables.rows import read_rows
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
@@ -238,14 +239,14 @@ def run_stage(name: str, root: Path, results: Path, picture: Path | None, seeds:
     torch.set_num_threads(1)
     stage = STAGES[name]
     for seed in range(stage.seeds) if seeds is None else seeds:
-        for setting in compensation.chosen(_runs.read(results), stage):
-            done = {(row["stage"], row["setting"], row["seed"]) for row in _runs.read(results)}
+        for setting in compensation.chosen(read_rows(results), stage):
+            done = {(row["stage"], row["setting"], row["seed"]) for row in read_rows(results)}
             if (name, setting, str(seed)) not in done:
                 found = training.run(setting, stage, seed, root)
                 figures = {figure: f"{value:.6g}" for figure, value in found.items()}
-                _runs.append(results, {"stage": name, "setting": setting, "seed": seed} | figures)
+                append(results, {"stage": name, "setting": setting, "seed": seed} | figures)
                 print(f"{setting}, seed {seed}: {found['held_out']:.4f}, {found['seconds']:.0f} s", flush=True)
-    rows = _runs.read(results)
+    rows = read_rows(results)
     Console(width=120).print(compensation.table(rows, name))
     if picture:
         compensation.picture(rows, name, picture)
@@ -274,13 +275,13 @@ def main() -> None:
     if arguments.markdown:
         if arguments.csv is None:
             parser.error("--markdown needs --csv")
-        print(compensation.markdown(_runs.read(arguments.csv)))
+        print(compensation.markdown(read_rows(arguments.csv)))
         return
     if arguments.stage:
         if arguments.csv is None or (arguments.root is None and arguments.picture is None):
             parser.error("--stage needs --csv, and --root to train or --picture to draw what is there")
         if arguments.root is None:
-            compensation.picture(_runs.read(arguments.csv), arguments.stage, arguments.picture)
+            compensation.picture(read_rows(arguments.csv), arguments.stage, arguments.picture)
             return
         run_stage(arguments.stage, arguments.root, arguments.csv, arguments.picture, arguments.seeds)
         return

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from benchmarks._gossip.methods import METHODS
 from benchmarks._gossip.training import Task, run
-from benchmarks._runs import append, read
+from benchmarks._runs import append
+from recipes.tables.rows import read_rows
 
 KEYS = ("method", "ranks", "seed", "steps", "images", "batch", "rate")
 FOUND = ("accuracy", "test_loss", "bytes_a_step", "memory", "consensus", "hash_failures", "theta", "seconds")
@@ -20,7 +21,7 @@ FOUND = ("accuracy", "test_loss", "bytes_a_step", "memory", "consensus", "hash_f
 
 def known(path: Path) -> dict[tuple[str, ...], dict[str, str]]:
     """The rows so far, by what was run."""
-    return {tuple(row[key] for key in KEYS): row for row in read(path)}
+    return {tuple(row[key] for key in KEYS): row for row in read_rows(path)}
 
 
 def measure(path: Path, root: Path, methods: list[str], ranks: list[int], seeds: list[int], **given: Any) -> None:

@@ -38,6 +38,7 @@ from recipes.tables import cells
 from recipes.tables.lineage import exit_on_sigterm
 from recipes.tables.record import writable, write_whole
 from recipes.tables.results_page import write_page
+from recipes.tables.rows import read_rows
 
 __all__ = ["COLUMNS", "Comparison", "Run", "main", "pending", "read_rows", "read_table", "run_one", "write_rows"]
 
@@ -143,14 +144,6 @@ def pending(comparisons: list[Comparison], data: Path | None, out: Path) -> list
         done = {row["command"] for row in read_rows(out / f"{comparison.name}.csv")}
         missing += [run for run in comparison.runs(data) if run.command not in done]
     return sorted(missing, key=lambda run: run.seed)  # stable: else in the table's order
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file; none where there is no file."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

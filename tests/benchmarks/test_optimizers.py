@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
-from benchmarks import _runs, optimizers
+from benchmarks import optimizers
 from benchmarks._optimizers import stages, table, training
 from lightning_compress.settings.run_state import RunState
+from recipes.tables.rows import read_rows
 from tests.benchmarks.test_error import write_text
 
 
@@ -57,7 +58,7 @@ def test_stages_are_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(stages.STAGES, "long", stages.Stage(ranks=2, steps=1, seeds=1, best=1, after="screening"))
     optimizers.run_stage("screening", tmp_path, results, tmp_path / "loss.png")
     optimizers.run_stage("long", tmp_path, results, None)
-    rows = _runs.read(results)
+    rows = read_rows(results)
     assert [row["setting"] for row in rows if row["stage"] == "screening"] == list(small)
     assert next(row["setting"] for row in rows if row["stage"] == "long") == "dense"
     assert sum(row["stage"] == "long" for row in rows) == 2
@@ -70,7 +71,7 @@ def test_stages_are_compared(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "loss.png").stat().st_size > 1000
     monkeypatch.setattr(training, "run", None)  # nothing is left to do
     optimizers.run_stage("screening", tmp_path, results, None)
-    assert len(_runs.read(results)) == len(rows)
+    assert len(read_rows(results)) == len(rows)
     assert "1.000" in capsys.readouterr().out
     page = table.markdown(rows).splitlines()
     assert page[1].count("---") == page[0].count("|") - 1 == 5
