@@ -10,6 +10,7 @@ every 25 batches. A method's rate is the one of three that reaches the final tar
 the held-out text; where it is at the edge of the grid, the grid grows by a factor of 2. Everything else is told of the
 other half, with three seeds. Targets come from the dense runs: their loss at 80 % of the budget of 1,000 batches, and
 1 % above their loss at its end. A run ends after 1.5 times the budget; a miss counts as that, is shown, and never wins.
+A rate that is slower than another one, with seed 0, is not run to its end.
 
 ``steps`` trains over this machine's loopback interface, and times nothing. ``times`` measures every phase of every
 method over links of a set speed, as ``benchmarks.network`` does (Linux, root, iproute2), and refuses a machine that is
@@ -79,7 +80,8 @@ def train(steps: Steps, root: Path, clock: Clock) -> int:
             if kept := _kept(steps, cell, data, repeated):
                 steps.put(cell, kept)
                 continue
-            given = cell.rate, cell.seed, steps.task.most, list(cell.until) if cell.until else None
+            until = list(cell.until) if cell.until else None
+            given = cell.rate, cell.seed, steps.task.most, until, steps.patience(cell)
             found = run_ranks(steps.task, data, steps.runs[cell.run], *given)
         except Exception as error:
             failed.add(cell)
@@ -107,7 +109,7 @@ def _kept(steps: Steps, cell: Cell, data: Data, repeated: dict[tuple[str, str], 
         return None
     if (cell.run, digest) not in repeated:
         batches = steps.task.budget // DENSE_START + 2 * steps.task.every
-        again = run_ranks(steps.task, data, steps.runs[cell.run], cell.rate, cell.seed, batches, None)["curve"]
+        again = run_ranks(steps.task, data, steps.runs[cell.run], cell.rate, cell.seed, batches, None, batches)["curve"]
         same = repeated[cell.run, digest] = bool(again) and again == found["curve"][: len(again)]
         print(f"{cell.name}: {'the same' if same else 'not the same'} by the code of today", flush=True)
     return found if repeated[cell.run, digest] else None

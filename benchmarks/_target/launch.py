@@ -29,7 +29,7 @@ def run_ranks(task: Task, data: Data, run: Run, *given: Any) -> dict[str, Any]:
         task: sizes.
         data: of the task.
         run: of ``methods``.
-        *given: rate, seed, batches and until of ``train``.
+        *given: rate, seed, batches, until and patience of ``train``.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; the others are killed.

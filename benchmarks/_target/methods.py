@@ -53,9 +53,9 @@ def _ours(compressor: Any, **settings: Any) -> Run:
     return {"by": "ours", "settings": {"compressor": compressor, **settings}}
 
 
-def _onebit(warm: int, **more: Any) -> Run:
+def _onebit(warm: int) -> Run:
     exchange = {"name": "two_shot", "sums": {"name": "rotated", "bits": 3}}
-    return _ours("onebit", exchange=exchange, error_feedback="loco", warmup_steps=warm, **more)
+    return _ours("onebit", exchange=exchange, error_feedback="loco", warmup_steps=warm)
 
 
 def _topk(density: float, **more: Any) -> Run:
@@ -73,9 +73,6 @@ ALIKE: dict[str, Run] = {
     "local SGD 8, rotated 4": {"by": "ours", "settings": {"rounds": Rounds(8), **AVERAGE, "compressor": ROTATED}},
     "DiLoCo 30, rotated 4": {"by": "ours", "settings": LOCAL["diloco 30 rotated 4"]},
     "sparseloco 30": {"by": "ours", "settings": LOCAL["sparseloco 30"]},
-    "float32, delay 1": _ours("none", delay=1),
-    "our bf16, delay 1": _ours("bf16", delay=1),
-    "rotated 4, delay 1": _ours({"name": "rotated", "bits": 4}, delay=1),
 }
 """Methods that go on as they begin, so that what is trained is also what is timed."""
 
@@ -103,7 +100,6 @@ def runs(task: Task) -> dict[str, Run]:
         **{f"PowerSGD hook {rank}": _shipped(power=rank, start=tenth) for rank in POWERS},
         **{f"post-local SGD {every}": _shipped(local=every, start=tenth) for every in POST_LOCAL},
         "onebit_adam": _ours("onebit_adam", warmup_steps=fifth),
-        "onebit, delay 1": _onebit(few, delay=1),
         "topk 1 %": _topk(0.01, schedule={"density": steps}),
     }
     return first | {name: run for name, run in rest.items() if name not in first}
@@ -119,8 +115,6 @@ def rows() -> dict[str, Run]:
         **{f"post-local SGD {every}": _shipped(local=every, start=0) for every in POST_LOCAL},
         "onebit": _onebit(0),
         "onebit, warm-up": _onebit(FOREVER),
-        "onebit, delay 1": _onebit(0, delay=1),
-        "onebit, delay 1, warm-up": _onebit(FOREVER, delay=1),
         "onebit_adam": _ours("onebit_adam", warmup_steps=1),
         "onebit_adam, warm-up": _ours("onebit_adam", warmup_steps=FOREVER),
         **{f"topk {100 * density:g} %": _topk(density) for density in (0.25, 0.0625, 0.01)},
@@ -134,7 +128,7 @@ def methods(task: Task) -> list[Method]:
     phases = {
         **{f"PowerSGD hook {rank}": ((0, DENSE), (tenth, f"PowerSGD hook {rank}")) for rank in POWERS},
         **{f"post-local SGD {every}": ((0, DENSE), (tenth, f"post-local SGD {every}")) for every in POST_LOCAL},
-        **{f"onebit{late}": ((0, f"onebit{late}, warm-up"), (few, f"onebit{late}")) for late in ("", ", delay 1")},
+        "onebit": ((0, "onebit, warm-up"), (few, "onebit")),
         "onebit_adam": ((0, "onebit_adam, warm-up"), (fifth, "onebit_adam")),
         "topk 1 %": ((0, "topk 25 %"), (fifth, "topk 6.25 %"), (2 * fifth, "topk 1 %")),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from itertools import count
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from lightning_compress.engine.attach import attach, own_bucket_cap_mb
 EXCHANGE: dict[str, Any] = {"exchange": {"name": "auto", "fallback": "never", "link": LINK}}
 """As in ``benchmarks.network``: a method exchanges the same way in training and on every link, so that steps of one and
 milliseconds of the other belong together."""
-LATE = 16
-"""Batches of a cycle whose averages come a step late: where ranks meet, they wait for what still travels."""
 
 
 def build(settings: dict[str, Any], module: nn.Module, optimizer: MakeOptimizer) -> Averaging:
@@ -44,12 +41,4 @@ def build(settings: dict[str, Any], module: nn.Module, optimizer: MakeOptimizer)
     own = settings["compressor"] == "onebit_adam"  # it is Adam itself
     stepper = optimizer(module.parameters(), **({"kind": torch.optim.SGD} if own else {}))
     handle = attach(model, optimizer=stepper, **(EXCHANGE | settings))
-    if not settings.get("delay"):
-        return Averaging(model, stepper, close=handle.close, handle=handle)
-    batches = count(1)
-
-    def wait() -> None:
-        if next(batches) % LATE == 0:
-            handle.stats()
-
-    return Averaging(model, stepper, LATE, wait, handle.close, handle)
+    return Averaging(model, stepper, close=handle.close, handle=handle)

@@ -111,6 +111,13 @@ class Steps:
             until = targets[CHOOSING][1], targets[REPORTED][1]
         return Cell(run, rate, seed, until)
 
+    def patience(self, cell: Cell) -> int:
+        """Return the batches in which a better rate of the method met the final target: more cannot be the best."""
+        if cell.until is None or cell.seed != self.task.seeds[0]:
+            return self.task.most
+        best = [self._score(cell.run, rate)[0] for rate in self.tried(cell.run)[:1]]
+        return int(min([self.task.most, *best]))
+
     def _untried(self, run: str) -> Cell | None:
         """Return the run of the next rate to try."""
         cells = [self.cell(run, rate, self.task.seeds[0]) for rate in self.grid(run)]

@@ -40,7 +40,7 @@ class Place:
     delay_ms: float
     rounds: int = 2
     warm: int = 3
-    seconds: float = 4.0
+    seconds: float = 2.5
 
     @property
     def name(self) -> str:

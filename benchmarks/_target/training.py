@@ -54,6 +54,7 @@ def train(
     seed: int,
     batches: int,
     until: list[float] | None,
+    patience: int,
     every: int,
     decay: float,
 ) -> dict[str, Any]:
@@ -66,6 +67,7 @@ def train(
         seed: of the initial weights and the data.
         batches: at most.
         until: losses of both halves at which to stop; None: never.
+        patience: batches after which a run stops that never met ``until`` on the choosing half.
         every: batches between two evaluations.
         decay: of the moving average, per batch.
 
@@ -83,7 +85,8 @@ def train(
             losses = mean.losses(data)
             curve += [[number, *(round(each, 5) for each in losses)]] if all(map(math.isfinite, losses)) else []
             met = until and all(loss <= least for loss, least in zip(losses, until, strict=True))
-            if met or number == batches or not all(map(math.isfinite, losses)):
+            late = until and number >= patience and all(chosen > until[0] for _, chosen, _ in curve)
+            if met or late or number == batches or not all(map(math.isfinite, losses)):
                 break
     averaging.close()
     return {"curve": curve, "finite": all(map(math.isfinite, losses))}

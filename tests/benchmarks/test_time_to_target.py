@@ -76,7 +76,7 @@ def test_runs_of_earlier_code_are_kept_if_they_begin_alike(known, tmp_path, monk
     monkeypatch.setattr(steps, "digest", lambda *modules: "today's")
     started = []
 
-    def run_ranks(task, data, run, rate, seed, batches, until):
+    def run_ranks(task, data, run, rate, seed, batches, until, patience):
         started.append((run["by"], rate, seed, batches))
         slow = 2.0 if rate != 0.01 else 0.0 if run is TWO[methods.DDP] or seed == 0 else 1.0
         rows = [
@@ -132,6 +132,13 @@ def test_targets_and_rates_are_chosen(known):
     assert [known.to_target(methods.DDP, place) for place in range(2)] == [[16, 16], [20, 20]]
     assert known.to_target("accumulation 2, fp16", 1) == [20, None]
     assert known.tried("accumulation 2, fp16")[0] == 0.01
+
+
+def test_a_slower_rate_is_given_up(known):
+    name = "accumulation 2, fp16"
+    assert known.patience(known.cell(name, 0.005, 0)) == 20  # where 0.01 met the target
+    assert known.patience(known.cell(name, 0.01, 1)) == TASK.most
+    assert known.patience(known.cell(methods.DDP, 0.005, 0)) == TASK.most
 
 
 def test_a_method_that_is_not_complete_shows_what_is_there(known, capsys):
