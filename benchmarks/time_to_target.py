@@ -2,20 +2,24 @@
 
     python -m benchmarks.time_to_target --part steps --root data --minutes 170
     sudo python -m benchmarks.time_to_target --part times --root data --minutes 90
+    sudo python -m benchmarks.time_to_target --part whole --root data
     python -m benchmarks.time_to_target --part table --csv map.csv --plot map.png
 
-A character LSTM (0.43 M parameters, AdamW, 4 ranks, 16 excerpts of 64 characters a rank and batch) reads the English
-captions of Multi30k (``--root``). Every run has a constant learning rate; a moving average of the weights is evaluated
-every 25 batches. A method's rate is the one of three that reaches the final target first with seed 0, on one half of
-the held-out text; where it is at the edge of the grid, the grid grows by a factor of 2. Everything else is told of the
-other half, with three seeds. Targets come from the dense runs: their loss at 80 % of the budget of 1,000 batches, and
-1 % above their loss at its end. A run ends after 1.5 times the budget; a miss counts as that, is shown, and never wins.
-A rate that is slower than another one, with seed 0, is not run to its end.
+Task a: a character LSTM (0.43 M parameters, AdamW, 16 excerpts of 64 characters a rank and batch) reads the English
+captions of Multi30k. Task b: a Transformer (16 M parameters, Adam, 256 pieces) translates them. Task c: an MLP (1.8 M
+parameters, SGD, 16 pictures) learns CIFAR-10. All train on 4 ranks. Every run has a constant learning rate; a moving
+average of the weights is evaluated every 25 batches. A method's rate is the one of three that reaches the final target
+first with seed 0, on one half of the held-out data; where it is at the edge of the grid, the grid grows by a factor of
+2. Everything else is told of the other half, with three seeds. (Task b has one rate and two seeds.) Targets come from
+the dense runs: their loss at 80 % of the budget of 1,000 batches (c: 2,000), and 1 % above their loss at its end. A run
+ends after 1.5 times the budget; a miss counts as that, is shown, and never wins. A rate that is slower than another
+one, with seed 0, is not run to its end.
 
 ``steps`` trains over this machine's loopback interface, and times nothing. ``times`` measures every phase of every
 method over links of a set speed, as ``benchmarks.network`` does (Linux, root, iproute2), and refuses a machine that is
 busy. ``table`` composes both: the sum over phases of batches times the time of a batch. A phase is, for example,
-PowerSGD's dense start.
+PowerSGD's dense start. ``whole`` trains a few methods over a link from beginning to end, which shows whether the
+composed times hold.
 
 Each training run, and each link, is a JSON file in docs/results/time_to_target. It is found by its settings and holds
 until the code that it depends on changes. What is there is not repeated, so every part may be interrupted. Training
@@ -34,14 +38,17 @@ from typing import Any
 import torch
 
 from benchmarks._arguments import above_zero, file_to_write, plain_errors
+from benchmarks._target import advised
+from benchmarks._target.compose import Cell as Map
 from benchmarks._target.compose import compose
 from benchmarks._target.launch import run_ranks
-from benchmarks._target.show import TARGETS, draw, show, show_steps, write_csv
+from benchmarks._target.show import TARGETS, draw, show, show_steps, show_whole, write_csv
 from benchmarks._target.steps import Cell, Steps
 from benchmarks._target.store import FOLDER, Store
-from benchmarks._target.tasks import TASKS, Task
-from benchmarks._target.times import GUESS_S, RATES, Times
+from benchmarks._target.tasks import TASKS
+from benchmarks._target.times import GUESS_S, Times
 from benchmarks._target.training import Data
+from benchmarks._target.whole import Whole
 
 GUESS_BATCH_S = 0.3
 """Seconds of a batch of all ranks, as long as none was timed."""
@@ -134,25 +141,32 @@ def measure(times: Times, root: Path, clock: Clock, links: list[str]) -> None:
         print(f"{place.name}: {len(found['ms'])} rows, auto chose {found['chosen']}, {pace:.0f} s", flush=True)
 
 
-def table(steps: Steps, times: Times, plot: Path | None, csv: Path | None) -> None:
-    """Print what is known so far, and write it where it was asked for."""
+def check(whole: Whole, root: Path) -> None:
+    """Train over a link what is missing, however long it takes."""
+    for line in whole.missing():
+        found = whole.measure(line, root)
+        print(f"{line.name}: {found['curve'][-1][0]:.0f} batches, {found['seconds'][-1]:.0f} s", flush=True)
+
+
+def table(steps: Steps, times: Times, whole: Whole) -> list[list[Map]]:
+    """Print what is known of a task so far; return the cells of each target."""
     show_steps(steps)
     maps = [compose(steps, times, place) for place in range(len(TARGETS))]
     for place, cells in enumerate(maps):
         show(cells, place)
-    if csv:
-        write_csv(maps, csv)
-    if plot:
-        draw(maps[-1], f"{steps.task.title}, {steps.task.ranks} ranks: {TARGETS[-1]}", plot)
+    if compared := whole.compared():
+        show_whole(compared)
+    advised.show(times)
+    return maps
 
 
 def parse() -> argparse.Namespace:
     """Return the command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--part", choices=("steps", "times", "table"), required=True)
-    add("--task", choices=TASKS, default="a")
-    add("--root", type=Path, help="folder that holds multi30k; for steps and times")
+    add("--part", choices=("steps", "times", "whole", "table"), required=True)
+    add("--task", type=lambda text: text.split(","), default=["a"], help=f"some of {','.join(TASKS)}, by commas (a)")
+    add("--root", type=Path, help="folder that holds multi30k, or cifar-10-batches-bin; for all but table")
     add("--minutes", type=above_zero, help="start nothing that will not end within so many")
     add("--folder", type=Path, default=FOLDER, help="of the cells (docs/results/time_to_target)")
     add("--links", type=lambda text: text.split(","), default=[], help="rates of links, by commas (all); for times")
@@ -160,11 +174,16 @@ def parse() -> argparse.Namespace:
     add("--csv", type=file_to_write, help="write every method on every link; for table")
     arguments = parser.parse_args()
     if arguments.part != "table" and arguments.root is None:
-        parser.error(f"--root: give the folder that holds multi30k; --part {arguments.part} reads it")
+        parser.error(f"--root: give the folder that holds the data; --part {arguments.part} reads it")
     if arguments.part == "table" and (arguments.minutes or arguments.root):
         parser.error("--root and --minutes change nothing with --part table; leave them out")
-    if (arguments.part != "times" and arguments.links) or set(arguments.links) - set(RATES):
-        parser.error(f"--links {','.join(arguments.links)}: of --part times, some of {','.join(RATES)}")
+    if arguments.part == "whole" and arguments.minutes:
+        parser.error("--minutes changes nothing with --part whole; leave it out")
+    if unknown := set(arguments.task) - set(TASKS):
+        parser.error(f"--task {','.join(sorted(unknown))}: choose from {', '.join(TASKS)}")
+    links = dict.fromkeys(link for name in arguments.task for link in TASKS[name].links)
+    if (arguments.part != "times" and arguments.links) or set(arguments.links) - set(links):
+        parser.error(f"--links {','.join(arguments.links)}: of --part times, some of {','.join(links)}")
     if arguments.part != "table" and (arguments.plot or arguments.csv):
         parser.error(f"--plot and --csv are for --part table, not for {arguments.part}")
     return arguments
@@ -172,17 +191,26 @@ def parse() -> argparse.Namespace:
 
 @plain_errors()
 def main() -> None:
-    """Do one part."""
+    """Do one part for each task."""
     arguments = parse()
-    task: Task = TASKS[arguments.task]
-    store, clock = Store(arguments.folder), Clock(arguments.minutes)
-    if arguments.part == "steps":
-        if failed := train(Steps(task, store), arguments.root, clock):
-            raise RuntimeError(f"{failed} training runs failed; the others are kept")
-    elif arguments.part == "times":
-        measure(Times(task, store), arguments.root, clock, arguments.links)
-    else:
-        table(Steps(task, store), Times(task, store), arguments.plot, arguments.csv)
+    store, clock, maps, failed = Store(arguments.folder), Clock(arguments.minutes), {}, 0
+    for task in (TASKS[name] for name in arguments.task):
+        steps, times = Steps(task, store), Times(task, store)
+        whole = Whole(steps, times, store)
+        if arguments.part == "steps":
+            failed += train(steps, arguments.root, clock)
+        elif arguments.part == "times":
+            measure(times, arguments.root, clock, arguments.links)
+        elif arguments.part == "whole":
+            check(whole, arguments.root)
+        else:
+            maps[task.title] = table(steps, times, whole)
+    if failed:
+        raise RuntimeError(f"{failed} training runs failed; the others are kept")
+    if arguments.csv:
+        write_csv(maps, arguments.csv)
+    if arguments.plot:
+        draw(maps, f"Time to the same loss, 4 ranks ({TARGETS[-1]})", arguments.plot)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,23 @@ class Cell:
     entries: tuple[Entry, ...]
     missing: tuple[str, ...]
 
-    def best(self, side: str) -> Entry | None:
-        """Return the fastest method of a side that reached the target with every seed, None if there is none."""
-        return next((each for each in self.entries if each.method.side == side and not each.missed), None)
+    def best(self, side: str, names: Collection[str] = ()) -> Entry | None:
+        """Return the fastest method of a side that reached the target with every seed, None if there is none.
 
-    def factor(self) -> float | None:
-        """Return how many times faster than the best of theirs the best of ours is; None if either is missing."""
-        ours, theirs = self.best("ours"), self.best("theirs")
+        Args:
+            side: "theirs" or "ours".
+            names: of those that count; empty: all.
+        """
+        met = (each for each in self.entries if each.method.side == side and not each.missed)
+        return next((each for each in met if not names or each.method.name in names), None)
+
+    def factor(self, rivals: Collection[str] = ()) -> float | None:
+        """Return how many times faster than the best of theirs the best of ours is; None if either is missing.
+
+        Args:
+            rivals: names of those of theirs that count; empty: all.
+        """
+        ours, theirs = self.best("ours"), self.best("theirs", rivals)
         return theirs.mean / ours.mean if ours and theirs else None
 
     def is_clear(self) -> bool:
@@ -141,7 +151,7 @@ def _cell(
 ) -> Cell:
     ms, entries, missing = measured["ms"], [], []
     alone = statistics.mean(ms[FREE] * (task.budget if each is None else each) for each in dense) / 1e3
-    for method in [*methods(task), auto_method(measured["chosen"])]:
+    for method in [*methods(task), *map(auto_method, filter(None, [measured["chosen"]]))]:
         found = batches[method.run]
         if found is None:
             missing.append(method.name)

@@ -10,7 +10,7 @@ from benchmarks._target.tasks import Task
 from lightning_compress.periodic.sync_schedule import Rounds
 
 Run = dict[str, Any]
-"""``by``, "shipped" or "ours", the module that builds it, and its ``settings``."""
+"""``by``, the module that builds it, and its ``settings``."""
 FREE, DENSE = "no communication", "DDP 25 MB"
 DDP = "DDP"
 """The run of all caps: they average the same numbers."""
@@ -25,6 +25,8 @@ OF_AUTO = {
 NEAR_LOSSLESS = ("DDP 1 MB", DENSE, "our bf16", "rotated 8", "rotated 4")
 """What ``auto`` is compared with: what a user could have named in its place."""
 CAPS, POWERS, ACCUMULATED, POST_LOCAL = (1, 5, 25, 100), (1, 4, 32), (2, 4, 8), (8, 16)
+HOOKS = ("fp16 hook", "bf16 hook", *(f"PowerSGD hook {rank}" for rank in POWERS))
+"""What PyTorch ships that makes messages smaller."""
 FOREVER = 1 << 30
 
 
@@ -75,10 +77,15 @@ ALIKE: dict[str, Run] = {
     "sparseloco 30": {"by": "ours", "settings": LOCAL["sparseloco 30"]},
 }
 """Methods that go on as they begin, so that what is trained is also what is timed."""
+FACTORS: dict[str, Run] = {
+    "sufficient factors": {"by": "factors", "settings": {"dtype": "float32", "rest": "none"}},
+    "sufficient factors, bf16": {"by": "factors", "settings": {"dtype": "bfloat16", "rest": "bf16"}},
+}
+"""Methods for linear layers: a task has them if it names them."""
 
 
 def runs(task: Task) -> dict[str, Run]:
-    """Return what is trained, the most important first."""
+    """Return what is trained for a task's lines, the most important first."""
     tenth, few, fifth = task.budget // 10, task.budget // 50, task.budget // 5
     steps = {0: 0.25, fifth: 0.0625, 2 * fifth: 0.01}
     first = {
@@ -102,7 +109,10 @@ def runs(task: Task) -> dict[str, Run]:
         "onebit_adam": _ours("onebit_adam", warmup_steps=fifth),
         "topk 1 %": _topk(0.01, schedule={"density": steps}),
     }
-    return first | {name: run for name, run in rest.items() if name not in first}
+    found = first | {name: run for name, run in rest.items() if name not in first}
+    if not task.lines:
+        return found
+    return {name: run for name, run in (found | FACTORS).items() if name in task.lines or name == DDP}
 
 
 def rows() -> dict[str, Run]:
@@ -119,11 +129,19 @@ def rows() -> dict[str, Run]:
         "onebit_adam, warm-up": _ours("onebit_adam", warmup_steps=FOREVER),
         **{f"topk {100 * density:g} %": _topk(density) for density in (0.25, 0.0625, 0.01)},
         AUTO: _ours("auto", exchange="auto"),
+        **FACTORS,
     }
 
 
+def rows_of(task: Task) -> dict[str, Run]:
+    """Return those of ``rows`` that a task's lines are charged, and computing alone."""
+    charged = {row for method in methods(task) for _, row in method.phases}
+    charged |= {FREE} if task.lines else {FREE, AUTO}
+    return {name: run for name, run in rows().items() if name in charged}
+
+
 def methods(task: Task) -> list[Method]:
-    """Return all lines of the map but for ``auto``, whose run depends on the link."""
+    """Return a task's lines of the map but for ``auto``, whose run depends on the link."""
     tenth, few, fifth = task.budget // 10, task.budget // 50, task.budget // 5
     phases = {
         **{f"PowerSGD hook {rank}": ((0, DENSE), (tenth, f"PowerSGD hook {rank}")) for rank in POWERS},
@@ -138,7 +156,7 @@ def methods(task: Task) -> list[Method]:
             # DiLoCo without compression ships elsewhere, and is run by our code for want of theirs in PyTorch
             side = "theirs" if run["by"] == "shipped" or name == "plain DiLoCo 30" else "ours"
             found.append(Method(name, side, name, phases.get(name, ((0, name),))))
-    return found
+    return [method for method in found if not task.lines or method.name in task.lines]
 
 
 def auto_method(chosen: str) -> Method:

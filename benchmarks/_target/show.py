@@ -11,8 +11,9 @@ from rich.table import Table
 
 from benchmarks._network.lab import bits_per_second
 from benchmarks._target.compose import Cell, Entry
-from benchmarks._target.methods import AUTO, DDP, DENSE
+from benchmarks._target.methods import AUTO, DDP, DENSE, HOOKS
 from benchmarks._target.steps import REPORTED, Steps
+from benchmarks._target.whole import Compared
 from recipes.tables.drawing import MARKERS, canvas, caption, legend, save
 
 TARGETS = ("at 80 % of the budget", "final loss + 1 %")
@@ -59,7 +60,9 @@ def show_steps(steps: Steps) -> None:
 def show(cells: list[Cell], place: int) -> None:
     """Print the winner on every link, the factor over the best of theirs, and what ``auto`` cost."""
     table = Table(title=f"time to target ({TARGETS[place]}), over computing alone")
-    for name in ("rate", "round trip", "kappa", "best of ours", "best of theirs", "factor", "auto / by hand", "/ DDP"):
+    for name in ("rate", "round trip", "kappa", "best of ours", "best of theirs", "factor", "best hook", "factor"):
+        table.add_column(name)
+    for name in ("auto / by hand", "/ DDP"):
         table.add_column(name)
     for cell in cells:
         factor, auto = cell.factor(), cell.of_auto()
@@ -69,6 +72,8 @@ def show(cells: list[Cell], place: int) -> None:
             f"{cell.kappa:.2f}",
             *(_best(cell.best(side)) for side in ("ours", "theirs")),
             f"{factor:.2f} x{'' if cell.is_clear() else ', seeds overlap'}" if factor else "",
+            _best(cell.best("theirs", HOOKS)),
+            f"{over_hooks:.2f} x" if (over_hooks := cell.factor(HOOKS)) else "",
             *(f"{auto[name]:.2f}" if name in auto else "" for name in ("hand", "ddp")),
         )
     Console(width=WIDTH).print(table)
@@ -80,45 +85,72 @@ def show(cells: list[Cell], place: int) -> None:
         print(f"missed the target, so counted to the end of the run, and never the best: {said}")
 
 
+def show_whole(found: list[Compared]) -> None:
+    """Print trainings over a link beside what the map says of them."""
+    table = Table(title="whole trainings over a link, and the map")
+    for name in ("method", "batches", "seconds", "on the map", "measured / map"):
+        table.add_column(name)
+    for each in found:
+        times = f"{each.seconds:.0f}", f"{each.composed:.0f}", f"{each.seconds / each.composed:.2f}"
+        table.add_row(each.name, str(each.batches), *times)
+    Console(width=WIDTH).print(table)
+
+
 def _best(found: Entry | None) -> str:
     return f"{found.method.name}, {found.over:.2f} x" if found else "none reached it"
 
 
-def write_csv(maps: list[list[Cell]], path: Path) -> None:
-    """Write a row for every target, link and method."""
-    columns = ("target", "rate", "round trip ms", "kappa", "method", "side", "seconds by seed", "missed", "over alone")
+Maps = dict[str, list[list[Cell]]]
+"""By a task's title: cells of each target."""
+
+
+def write_csv(maps: Maps, path: Path) -> None:
+    """Write a row for every task, target, link and method."""
+    link = ("rate", "round trip ms", "kappa")
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        for which, cells in zip(TARGETS, maps, strict=True):
-            for cell in cells:
-                link = cell.place.rate, f"{cell.place.delay_ms:g}", f"{cell.kappa:.4g}"
-                for each in cell.entries:
-                    by_seed = " ".join(f"{took:.1f}" for took in each.seconds)
-                    method = each.method.name, each.method.side
-                    writer.writerow((which, *link, *method, by_seed, each.missed, f"{each.over:.3f}"))
+        writer.writerow(("task", "target", *link, "method", "side", "seconds by seed", "missed", "over alone"))
+        writer.writerows(
+            (title, which, *_link(cell), *_line(each))
+            for title, by_target in maps.items()
+            for which, cells in zip(TARGETS, by_target, strict=True)
+            for cell in cells
+            for each in cell.entries
+        )
 
 
-def draw(cells: list[Cell], title: str, path: Path) -> None:
-    """Draw time over computing alone against kappa, a panel for each round trip; a PNG.
+def _link(cell: Cell) -> tuple[str, str, str]:
+    return cell.place.rate, f"{cell.place.delay_ms:g}", f"{cell.kappa:.4g}"
+
+
+def _line(found: Entry) -> tuple[str, str, str, int, str]:
+    by_seed = " ".join(f"{took:.1f}" for took in found.seconds)
+    return found.method.name, found.method.side, by_seed, found.missed, f"{found.over:.3f}"
+
+
+def draw(maps: Maps, title: str, path: Path) -> None:
+    """Draw time to the final target over computing alone, against kappa; a panel for each task and round trip; a PNG.
 
     Hollow points missed the target. Below the axis: the best of ours, and how many times faster it is.
 
     Args:
-        cells: of one target.
+        maps: of all tasks.
         title: of all panels.
         path: file to write.
 
     Raises:
         ValueError: no link was measured.
     """
-    delays = sorted({cell.place.delay_ms for cell in cells})
-    if not delays:
+    panels: dict[tuple[str, float], list[Cell]] = {}
+    for task, by_target in maps.items():
+        for cell in by_target[-1]:
+            panels.setdefault((task, cell.place.delay_ms), []).append(cell)
+    if not panels:
         raise ValueError("there is nothing to draw: no link was measured; --part times does it")
-    figure, axes = canvas(title, (5.6 * len(delays) + 2.0, 4.8), len(delays), sharey=True)
-    for axis, delay in zip(axes, delays, strict=True):
-        caption(axis, f"round trip: {f'+{delay:g} ms' if delay else 'the lab’s own'}")  # noqa: RUF001
-        _panel(axis, sorted((each for each in cells if each.place.delay_ms == delay), key=lambda each: each.kappa))
+    figure, axes = canvas(title, (5.6 * len(panels) + 2.0, 4.8), len(panels), sharey=True)
+    for axis, ((task, delay), cells) in zip(axes, panels.items(), strict=True):
+        caption(axis, f"{task}{f', {delay:g} ms of round trip' if delay else ''}")
+        _panel(axis, sorted(cells, key=lambda each: each.kappa))
     axes[0].set_ylabel("time to target / computing alone")
     legend(figure, *axes)
     save(figure, path)

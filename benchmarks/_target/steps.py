@@ -70,7 +70,7 @@ class Steps:
     def code(self, cell: Cell) -> str:
         """Return the digest of the code that a run depends on."""
         by = f"benchmarks._target.{self.runs[cell.run]['by']}"
-        return digest("benchmarks._target.training", self.task.data.__module__, by)
+        return digest("benchmarks._target.training", self.task.module, by)
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """Return what a run found, None if it is missing."""

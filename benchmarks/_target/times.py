@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,12 +11,10 @@ from typing import Any
 
 from benchmarks._network.lab import Lab, bits_per_second
 from benchmarks._network.launch import run_ranks
-from benchmarks._target.methods import FREE, Run, rows
+from benchmarks._target.methods import FREE, Run, rows_of
 from benchmarks._target.store import Store, digest
 from benchmarks._target.tasks import Task
 
-RATES = ("10mbit", "20mbit", "50mbit", "100mbit", "200mbit", "500mbit", "1gbit")
-DELAYS = (0.0, 10.0)
 BUSY = 0.1
 """Share of the machine's time that others may take when a measurement begins."""
 PATIENCE = 30
@@ -48,22 +47,18 @@ class Place:
         return f"{self.rate}, {self.delay_ms:g} ms"
 
 
-PLACES = [Place(rate, delay) for delay in DELAYS for rate in RATES]
-
-
 class Times:
     """The step times of a task.
 
     Args:
         task: which.
         store: where cells are.
-        places: links.
     """
 
-    def __init__(self, task: Task, store: Store, places: list[Place] | None = None) -> None:
+    def __init__(self, task: Task, store: Store) -> None:
         self.task, self._store = task, store
-        self.places = PLACES if places is None else places
-        self.rows: dict[str, Run] = rows()
+        self.places = [Place(rate, ms, seconds=task.timed_s) for ms in task.round_trips for rate in task.links]
+        self.rows: dict[str, Run] = rows_of(task)
 
     def get(self, place: Place) -> dict[str, Any] | None:
         """Return what was measured on a link, None if it is missing."""
@@ -80,21 +75,21 @@ class Times:
             RuntimeError: the machine is busy, the lab cannot be built, or a rank failed.
         """
         lab = Lab(self.task.ranks, place.rate, place.delay_ms)
-        if all((share := busy()) > BUSY for _ in range(PATIENCE)):
-            raise RuntimeError(f"other programs take {share:.0%} of this machine; step times need it idle")
+        wait_until_idle()
         told = {"task": self.task.name, "rows": list(self.rows), "root": str(root.absolute())}
         told |= {name: value for name, value in asdict(place).items() if name not in ("rate", "delay_ms")}
         start = time.perf_counter()
         with lab:
             found = run_ranks(lab, told, "benchmarks._target.rank")[0]
-        found["seconds"] = round(time.perf_counter() - start, 1)
+        found |= {"seconds": round(time.perf_counter() - start, 1), "cores": os.cpu_count() or 1}
         self._store.put(*self._key(place), found)
         return found
 
     def _key(self, place: Place) -> tuple[str, str, Any, str]:
         settings = {"task": self.task.name, "ranks": self.task.ranks, **asdict(place), "rows": self.rows}
-        parts = ("_target.rank", "_target.shipped", "_target.ours", "_network.lab", "_network.launch")
-        code = digest(self.task.data.__module__, *(f"benchmarks.{each}" for each in parts))
+        by = sorted({f"_target.{run['by']}" for run in self.rows.values()})
+        parts = ("_target.rank", *by, "_network.lab", "_network.launch")
+        code = digest(self.task.module, *(f"benchmarks.{each}" for each in parts))
         return f"{self.task.name}/times", place.name, settings, code
 
 
@@ -103,6 +98,16 @@ def kappa(place: Place, found: dict[str, Any], ranks: int) -> float:
     sent: float = 2 * (ranks - 1) / ranks * 4 * found["parameters"]
     alone: float = found["ms"][FREE]
     return 8e3 * sent / bits_per_second(place.rate) / alone
+
+
+def wait_until_idle() -> None:
+    """Wait for a while until other programs leave the machine alone.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    if all((share := busy()) > BUSY for _ in range(PATIENCE)):
+        raise RuntimeError(f"other programs take {share:.0%} of this machine; step times need it idle")
 
 
 def busy(seconds: float = 1.0) -> float:

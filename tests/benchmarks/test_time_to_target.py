@@ -14,7 +14,8 @@ from benchmarks._target.steps import Steps, reached
 from benchmarks._target.times import Place, Times, kappa
 from tests.benchmarks.test_error import write_text
 
-TASK = tasks.Task("t", "a test", ranks=2, budget=20, rates=(0.01, 0.02), seeds=(0, 1), every=4)
+ONE_LINK = {"links": ("10mbit",), "round_trips": (0.0,)}
+TASK = tasks.Task("t", "a test", ranks=2, budget=20, rates=(0.01, 0.02), seeds=(0, 1), every=4, **ONE_LINK)
 TWO = {name: methods.runs(TASK)[name] for name in (methods.DDP, "accumulation 2, fp16")}
 PLACE = Place("10mbit", 0.0)
 
@@ -214,7 +215,7 @@ def test_every_phase_has_a_row_and_every_line_a_run():
 
 
 def test_step_times_need_an_idle_machine(tmp_path, monkeypatch):
-    times = Times(TASK, store.Store(tmp_path), [PLACE])
+    times = Times(TASK, store.Store(tmp_path))
     monkeypatch.setattr(target_times, "Lab", lambda *_: None)
     monkeypatch.setattr(target_times, "busy", lambda: 0.9)
     with pytest.raises(RuntimeError, match="take 90% of this machine"):
@@ -222,7 +223,7 @@ def test_step_times_need_an_idle_machine(tmp_path, monkeypatch):
 
 
 def test_the_table_and_the_picture_show_what_is_there(known, tmp_path, monkeypatch, capsys):
-    times = Times(TASK, known._store, [PLACE])
+    times = Times(TASK, known._store)
     assert list(times.missing()) == [PLACE]
     ms = dict.fromkeys(methods.rows(), 100.0) | {methods.FREE: 10.0, "accumulation 2, fp16": 20.0}
     measured = {"ms": ms, "parameters": 1000, "chosen": "none", "seconds": 1.0}
@@ -245,9 +246,9 @@ def test_the_table_and_the_picture_show_what_is_there(known, tmp_path, monkeypat
     assert "1 of 2" in said
     assert "missed the target, so counted to the end of the run, and never the best: accumulation 2, fp16" in said
 
-    write_csv(maps, tmp_path / "map.csv")
+    write_csv({"a test": maps}, tmp_path / "map.csv")
     assert "accumulation 2, fp16,theirs,0.4 0.6,1,2.500" in (tmp_path / "map.csv").read_text().replace('"', "")
-    draw(maps[1], "a test", tmp_path / "map.png")
+    draw({"a test": maps}, "a title", tmp_path / "map.png")
     assert (tmp_path / "map.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="nothing to draw"):
-        draw([], "a test", tmp_path / "map.png")
+        draw({"a test": [[], []]}, "a title", tmp_path / "map.png")

@@ -1,0 +1,36 @@
+"""One rank of a whole training over a link: its curve, and the seconds until each evaluation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks._network.report import report
+from benchmarks._target.tasks import TASKS
+from benchmarks._target.timed import SECONDS
+from benchmarks._target.training import train
+
+
+def main(told: dict[str, Any]) -> None:
+    """Train what is told: ``task``, ``root``, ``run``, and ``rate``, ``seed``, ``batches``, ``until`` of ``train``."""
+    report(told, lambda: whole(told))
+
+
+def whole(told: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``train`` does, and ``seconds`` of all batches up to each evaluation."""
+    task, run = TASKS[told["task"]], {"by": "timed", "settings": told["run"]}
+    data, batches = task.data(Path(told["root"])), told["batches"]
+    dist.barrier()
+    given = told["rate"], told["seed"], batches, told["until"], batches, task.every, task.decay
+    found = train(data, run, *given)
+    spent = list(accumulate(SECONDS))
+    return found | {"seconds": [round(spent[int(row[0]) - 1], 3) for row in found["curve"]]}
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
