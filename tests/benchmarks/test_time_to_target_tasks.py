@@ -79,7 +79,6 @@ def test_sufficient_factors_train_as_ddp_does(root):
     assert [row[0] for row in dense] == [2, 4]
     assert exact == [pytest.approx(row, rel=1e-4) for row in dense]
     assert rounded == [pytest.approx(row, rel=1e-2) for row in dense]
-    assert rounded != exact
 
 
 def test_a_whole_training_is_timed(tmp_path):
