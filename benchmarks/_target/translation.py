@@ -45,9 +45,8 @@ class Translator(nn.Module):
         source, target = (side[:, : int((side != PAD).any(0).sum())] for side in pair)
         expected = target[:, 1:]
         real = expected != PAD
-        features = self.inner(source, target[:, :-1])
-        smoothing = SMOOTHING if self.training else 0.0
-        return cross_entropy(self.inner.logits(features[real]), expected[real], label_smoothing=smoothing)
+        logits = self.inner.logits(self.inner(source, target[:, :-1])[real])
+        return cross_entropy(logits, expected[real], label_smoothing=SMOOTHING if self.training else 0.0)
 
 
 class Translation:
@@ -105,4 +104,4 @@ class Translation:
 
 def _pair(pairs: Pairs, rows: list[int]) -> Tensor:
     both = padded([side[row] for side in (pairs.source, pairs.target) for row in rows])
-    return both.unflatten(0, (2, len(rows)))
+    return both.view(2, len(rows), -1)

@@ -90,7 +90,8 @@ class Whole:
         lab = Lab(self._steps.task.ranks, self._place.rate, self._place.delay_ms)
         wait_until_idle()
         cell = self._cell(line)
-        told = {"task": self._steps.task.name, "root": str(root.absolute()), "run": self._steps.runs[line.run]}
+        told: dict[str, Any] = {"task": self._steps.task.name, "root": str(root.absolute())}
+        told |= {"run": self._steps.runs[line.run]}
         told |= {"rate": cell.rate, "seed": cell.seed, "until": self._until, "batches": self._batches}
         with lab:
             found = run_ranks(lab, told, "benchmarks._target.whole_rank")[0]
