@@ -54,10 +54,19 @@ def compressor_cards() -> str:
 def card(name: str, cls: type) -> str:
     """Return the card of a compressor."""
     said = Docstring.of(cls)
-    first, *others = (f"| {fact} | {value} |" for fact, value in facts_of(name, cls).items())
-    facts = "\n".join([first, "| --- | --- |", *others])
-    parts = [f"## {name}", said.summary, facts, settings_of(cls, said), said.text, said.sources]
+    facts = facts_of(name, cls)
+    facts = {"write": facts["write"], "use": uses()[name], **facts}
+    first, *others = (f"| {fact} | {value} |" for fact, value in facts.items())
+    table = "\n".join([first, "| --- | --- |", *others])
+    parts = [f"## {name}", said.summary, table, settings_of(cls, said), said.text, said.sources]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def uses() -> dict[str, str]:
+    """Return when to use each compressor, as the tables of all compressors say."""
+    lines = (DOCS / "compressors.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    return {row[0].split("`")[1]: re.sub(r"\]\((?!http)", "](../", row[3]) for row in rows}
 
 
 def facts_of(name: str, cls: type) -> dict[str, str]:
