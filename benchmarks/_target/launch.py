@@ -47,6 +47,7 @@ def _rank(rank: int, folder: Path, task: Task, data: Data, run: Run, given: tupl
     die_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = Here.interface
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # at rates that are too high, batches of an LSTM would take ten times as long
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", store, rank=rank, world_size=task.ranks, timeout=timedelta(minutes=10))
     given = (*given, task.every, task.decay)
