@@ -13,7 +13,7 @@ first with seed 0, on one half of the held-out data; where it is at the edge of 
 2. Everything else is told of the other half, with three seeds. (Task b has one rate and two seeds.) Targets come from
 the dense runs: their loss at 80 % of the budget of 1,000 batches (c: 2,000), and 1 % above their loss at its end. A run
 ends after 1.5 times the budget; a miss counts as that, is shown, and never wins. A rate that is slower than another
-one, with seed 0, is not run to its end.
+one, with seed 0, is not run to its end; a method that misses the final target with seed 0 has no other seeds.
 
 ``steps`` trains over this machine's loopback interface, and times nothing. ``times`` measures every phase of every
 method over links of a set speed, as ``benchmarks.network`` does (Linux, root, iproute2), and refuses a machine that is

@@ -50,10 +50,10 @@ def show_steps(steps: Steps) -> None:
             table.add_row(run, rate, *columns, "incomplete")
             continue
         missed = sum(each is None for each in both[1])
-        pairs = zip(both[1], dense, strict=True)
+        pairs = list(zip(both[1], dense, strict=False))
         over = [(each or steps.task.most) / (own or steps.task.budget) for each, own in pairs]
         ratio = f"{sum(over) / len(over):.2f}"
-        table.add_row(run, rate, *columns, ratio, f"{missed} of {len(dense)}" if missed else "")
+        table.add_row(run, rate, *columns, ratio, f"{missed} of {len(pairs)}" if missed else "")
     Console(width=WIDTH).print(table)
 
 

@@ -96,10 +96,15 @@ class Steps:
         yield from sorted(cells, key=lambda cell: len(self.tried(cell.run)))  # stable: the most important of them first
 
     def next_of(self, run: str) -> Cell | None:
-        """Return a method's next run, None if it is complete: the rates with the first seed, then the other seeds."""
+        """Return a method's next run, None if it is complete: the rates with the first seed, then the other seeds.
+
+        A method that misses the final target with the first seed cannot win, and has no others.
+        """
         cell = self._untried(run)
         if cell is not None:
             return cell
+        if run != DDP and self.so_far(run, 1)[0] is None:
+            return None
         seeds = [self.cell(run, self.best_rate(run), seed) for seed in self.task.seeds]
         return next((each for each in seeds if self.get(each) is None), None)
 
@@ -184,6 +189,8 @@ class Steps:
 
     def to_target(self, run: str, place: int) -> list[int | None] | None:
         """Return each seed's batches to a target at the best rate, None for a miss; None if runs are missing.
+
+        Of a method that misses with the first seed, this is all.
 
         Args:
             run: its name.
