@@ -71,16 +71,19 @@ class Chosen:
         cluster: the ranks and hosts that it was picked for.
         why: the figures, for people.
         reason: of float32, if that was picked.
+        float32_s: seconds that float32's exchange was measured to take in a step; 0.0: the choice is final.
     """
 
     codec: Codec
     cluster: Cluster
     why: str = ""
     reason: str = "this link is as fast as the compressor"
+    float32_s: float = 0.0
 
     def as_primitives(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"compressor": describe(self.codec, CODECS), "cluster": asdict(self.cluster)}
+        described = describe(self.codec, CODECS)
+        return {"compressor": described, "cluster": asdict(self.cluster), "float32_s": self.float32_s}
 
     def was_here(self, kept: Mapping[str, Any]) -> bool:
         """Return whether a choice that ``as_primitives`` described was made on this cluster."""
