@@ -88,28 +88,20 @@ def runs(task: Task) -> dict[str, Run]:
     """Return what is trained for a task's lines, the most important first."""
     tenth, few, fifth = task.budget // 10, task.budget // 50, task.budget // 5
     steps = {0: 0.25, fifth: 0.0625, 2 * fifth: 0.01}
-    first = {
+    found = {
         DDP: _shipped(),
-        "rotated 4": ALIKE["rotated 4"],
-        "onebit": _onebit(few),
-        "fp16 hook": ALIKE["fp16 hook"],
-        "DiLoCo 30, rotated 4": ALIKE["DiLoCo 30, rotated 4"],
-        "PowerSGD hook 4": _shipped(power=4, start=tenth),
-        "post-local SGD 16": _shipped(local=16, start=tenth),
-        "accumulation 4, fp16": ALIKE["accumulation 4, fp16"],
-        "plain DiLoCo 30": ALIKE["plain DiLoCo 30"],
         "local SGD 8, rotated 4": ALIKE["local SGD 8, rotated 4"],
-        "our bf16": ALIKE["our bf16"],
-        "rotated 8": ALIKE["rotated 8"],
-    }
-    rest = {
-        **ALIKE,
-        **{f"PowerSGD hook {rank}": _shipped(power=rank, start=tenth) for rank in POWERS},
         **{f"post-local SGD {every}": _shipped(local=every, start=tenth) for every in POST_LOCAL},
+        "fp16 hook": ALIKE["fp16 hook"],
+        "rotated 4": ALIKE["rotated 4"],
+        **{f"PowerSGD hook {rank}": _shipped(power=rank, start=tenth) for rank in POWERS},
+        "onebit": _onebit(few),
+        "our bf16": ALIKE["our bf16"],
+    }
+    found |= ALIKE | {
         "onebit_adam": _ours("onebit_adam", warmup_steps=fifth),
         "topk 1 %": _topk(0.01, schedule={"density": steps}),
     }
-    found = first | {name: run for name, run in rest.items() if name not in first}
     if not task.lines:
         return found
     return {name: run for name, run in (found | FACTORS).items() if name in task.lines or name == DDP}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -219,6 +220,28 @@ def test_step_times_need_an_idle_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(target_times, "busy", lambda: 0.9)
     with pytest.raises(RuntimeError, match="take 90% of this machine"):
         times.measure(PLACE, tmp_path)
+
+
+@pytest.mark.parametrize(("ms", "same"), [(110.0, True), (120.0, False)])
+def test_step_times_of_earlier_code_are_kept_if_a_few_are_as_before(tmp_path, monkeypatch, ms, same):
+    times = Times(TASK, store.Store(tmp_path))
+    monkeypatch.setattr(target_times, "wait_until_idle", lambda: None)
+    monkeypatch.setattr(target_times, "Lab", lambda *_: nullcontext())
+    assert not times.kept(PLACE, tmp_path)
+    earlier = {"ms": dict.fromkeys(times.rows, 100.0), "parameters": 1000}
+    times._store.put(*times._key(PLACE), earlier)
+    monkeypatch.setattr(target_times, "digest", lambda *modules: "today's")
+    assert list(times.missing()) == [PLACE]
+    told = []
+
+    def run_ranks(lab, given, module):
+        told.extend(given["rows"])
+        return [{"ms": dict.fromkeys(given["rows"], 100.0) | {"rotated 4": ms}}]
+
+    monkeypatch.setattr(target_times, "run_ranks", run_ranks)
+    assert times.kept(PLACE, tmp_path) == same
+    assert told == list(target_times.AGAIN)
+    assert times.get(PLACE) == (earlier if same else None)
 
 
 def test_the_table_and_the_picture_show_what_is_there(known, tmp_path, monkeypatch, capsys):
