@@ -47,6 +47,9 @@ class SecondLook:
         settings: after the pick; ``chosen.float32_s`` is above 0.
         collective: the ranks.
         device: of the gradients.
+
+    Attributes:
+        over: whether the compressor stays from now on.
     """
 
     def __init__(self, settings: RunState, collective: Collective, device: torch.device) -> None:
@@ -54,7 +57,7 @@ class SecondLook:
         self._chosen, self._collective, self._device = settings.chosen, collective, device
         self._times: dict[bool, list[float]] = {False: [], True: []}
         self._before: tuple[int, float] | None = None
-        self._over = False
+        self.over = False
 
     def settings(self, step: int, following: RunState) -> RunState:
         """Return the settings of a step that begins.
@@ -68,19 +71,19 @@ class SecondLook:
             self._times[self._dense(step - 1)].append(now - self._before[1])
         decided = self._before is None and step >= END  # before a state was saved, which was loaded
         retuned = following.compressor != self._codec(step - 1)  # by the user, or by another run
-        self._over |= decided or retuned or (step == WARM + BLOCK and self._pays_clearly())
+        self.over |= decided or retuned or (step == WARM + BLOCK and self._pays_clearly())
         self._before = step, now
-        if self._over:
+        if self.over:
             return following
         codec = self._codec(step)
         if step >= END:
-            self._over = True
+            self.over = True
             codec = Dense() if self._float32_wins() else codec
         return following if following.compressor == codec else following.retuned(codec, {})
 
     def begin_again(self) -> None:
         """Go on where a state was loaded."""
-        self._before, self._over = None, False
+        self._before, self.over = None, False
 
     def _codec(self, step: int) -> Codec:
         return Dense() if self._dense(step) else self._chosen.codec

@@ -23,11 +23,14 @@ class Automatic:
 
     In our runs these lose almost nothing with Adam or SGD (docs/results/accuracy.md), and they need no error feedback.
 
-    The choice is made once, before the first step, for the whole model. The cost model of ``exchange="auto"`` (or of
-    the exchange that was named) predicts the time of each candidate, from measurements of the link and the codecs. The
+    The choice is made before the first step, for the whole model. The cost model of ``exchange="auto"`` (or of the
+    exchange that was named) predicts the time of each candidate, from measurements of the link and the codecs. The
     figures of rank 0 decide for all ranks. From safe to coarse, the next candidate is taken if it shortens the exchange
     enough: by a quarter to leave float32 at all, since predictions may be off by that much, and by ``gain`` after that.
     Float32 is left to DistributedDataParallel and costs what it costs there.
+
+    What was picked is then timed in the first steps against float32, unless float32 cannot win. It stays if its steps
+    are 5 % faster (``engine.second_look``): a link's measurement does not show what hides behind computing.
 
     Where all ranks are on one machine's CPUs, nothing is measured: float32 is fastest there. On several machines the
     link's speed is rounded (1, 2.5, 5, 10 Gbit/s, ...), so that equal runs choose alike; rank 0 logs the argument that
