@@ -28,16 +28,6 @@ CLEAR = 2.0
 """Nothing is tried where float32's exchange alone is expected to take so many times a step with what was picked."""
 
 
-def second_look(settings: RunState, collective: Collective, device: torch.device) -> SecondLook | None:
-    """Return what checks the choice in ``settings``; None if there is none, or it is final.
-
-    A deterministic run must not depend on times. A schedule, a dense start and a delay change the first steps.
-    """
-    changes = settings.options.deterministic or settings.options.delay or settings.options.schedule.courses
-    measured = settings.chosen is not None and settings.chosen.float32_s > 0
-    return SecondLook(settings, collective, device) if measured and not changes and not settings.dense_steps else None
-
-
 class SecondLook:
     """Time the first steps, by turns with what ``auto`` picked and in float32, and go on with the faster.
 

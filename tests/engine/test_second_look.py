@@ -95,15 +95,7 @@ def test_a_run_that_is_resumed_in_between_goes_on(monkeypatch):
     [({}, True), ({"deterministic": True}, False), ({"warmup_steps": 5}, False), ({"delay": 1}, False)],
 )
 def test_nothing_is_timed_where_times_must_not_decide(settings, looks):
-    cluster = Cluster(ranks=2, nodes=1, hosts="two")
-    begun = RunState.of("auto", **settings).become(Chosen(PICKED, cluster, float32_s=0.02))
-    found = second_look.second_look(begun, SimpleNamespace(rank=0), CPU)
-    assert (found is not None) == looks
-
-
-def test_a_final_choice_is_not_looked_at_again():
-    assert second_look.second_look(state(0.0), SimpleNamespace(rank=0), CPU) is None
-    assert second_look.second_look(RunState.of("rotated"), SimpleNamespace(rank=0), CPU) is None
+    assert RunState.of("auto", **settings).options.looks_twice == looks
 
 
 def _trained(faster, first, last, loaded=None):
