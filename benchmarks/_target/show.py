@@ -23,12 +23,13 @@ LINES = {
     DENSE: "#000000",
     "fp16 hook": "#7f7f7f",
     "PowerSGD hook 4": "#8c564b",
-    "accumulation 4, fp16": "#bcbd22",
+    "accumulation 2, fp16": "#bcbd22",
     "post-local SGD 16": "#e377c2",
-    "plain DiLoCo 30": "#ff7f0e",
+    "sufficient factors": "#ff7f0e",
     "rotated 4": "#1f77b4",
     "onebit": "#2ca02c",
-    "DiLoCo 30, rotated 4": "#d62728",
+    "local SGD 8, rotated 4": "#d62728",
+    "DiLoCo 30, rotated 4": "#17becf",
     AUTO: "#9467bd",
 }
 """Methods that the picture has a line of; the tables have all."""
@@ -147,7 +148,7 @@ def draw(maps: Maps, title: str, path: Path) -> None:
             panels.setdefault((task, cell.place.delay_ms), []).append(cell)
     if not panels:
         raise ValueError("there is nothing to draw: no link was measured; --part times does it")
-    figure, axes = canvas(title, (5.6 * len(panels) + 2.0, 4.8), len(panels), sharey=True)
+    figure, axes = canvas(title, (6.8 * len(panels) + 2.0, 4.8), len(panels), sharey=True)
     for axis, ((task, delay), cells) in zip(axes, panels.items(), strict=True):
         caption(axis, f"{task}{f', {delay:g} ms of round trip' if delay else ''}")
         _panel(axis, sorted(cells, key=lambda each: each.kappa))
@@ -157,7 +158,7 @@ def draw(maps: Maps, title: str, path: Path) -> None:
 
 
 def _panel(axis: Any, cells: list[Cell]) -> None:
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     for marker, (name, color) in zip(MARKERS, LINES.items(), strict=False):
         found = [(cell.kappa, each) for cell in cells for each in cell.entries if each.method.name == name]
@@ -172,7 +173,9 @@ def _panel(axis: Any, cells: list[Cell]) -> None:
     axis.set_xlabel("kappa: float32 communication / computing")
     axis.set_xticks([cell.kappa for cell in cells], [_tick(cell) for cell in cells], fontsize=6.5)
     axis.xaxis.set_minor_locator(NullLocator())
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _tick(cell: Cell) -> str:
