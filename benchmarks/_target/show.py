@@ -40,21 +40,22 @@ def show_steps(steps: Steps) -> None:
     targets = steps.targets()[REPORTED]
     said = [f"{loss:.4f} ({which})" for loss, which in zip(targets, TARGETS, strict=True)]
     table = Table(title=f"{steps.task.title}: batches to a held-out loss of {' and '.join(said)}, by seed")
-    for name in ("run", "rate", *TARGETS, "/ dense", "missed"):
+    for name in ("run", "rate", *TARGETS, "/ dense", "notes"):
         table.add_column(name, no_wrap=name == "run")
     dense = steps.to_target(DDP, 1)
     for run in steps.runs:
         both = [steps.so_far(run, place) for place in range(2)]
         columns = [" ".join(MISS if each is None else str(each) for each in found) for found in both]
         rate = " ".join(f"{each:g}" for each in steps.tried(run)[:1])
-        if dense is None or steps.next_of(run) is not None:
+        if dense is None or not both[1]:
             table.add_row(run, rate, *columns, "incomplete")
             continue
         missed = sum(each is None for each in both[1])
         pairs = list(zip(both[1], dense, strict=False))
         over = [(each or steps.task.most) / (own or steps.task.budget) for each, own in pairs]
-        ratio = f"{sum(over) / len(over):.2f}"
-        table.add_row(run, rate, *columns, ratio, f"{missed} of {len(pairs)}" if missed else "")
+        notes = [f"{missed} of {len(pairs)} missed"] * bool(missed)
+        notes += ["seeds are missing"] * (steps.next_of(run) is not None)
+        table.add_row(run, rate, *columns, f"{sum(over) / len(over):.2f}", ", ".join(notes))
     Console(width=WIDTH).print(table)
 
 

@@ -188,15 +188,15 @@ class Steps:
         return {column: target(column) for column in (CHOOSING, REPORTED)}
 
     def to_target(self, run: str, place: int) -> list[int | None] | None:
-        """Return each seed's batches to a target at the best rate, None for a miss; None if runs are missing.
+        """Return the batches to a target at the best rate of each seed so far, None for a miss; None if rates are missing.
 
-        Of a method that misses with the first seed, this is all.
+        A method that misses with the first seed has no others.
 
         Args:
             run: its name.
             place: of the target, 0 for the early one, 1 for the final one.
         """
-        return self.so_far(run, place) if self.next_of(run) is None else None
+        return self.so_far(run, place) if self._untried(run) is None else None
 
     def so_far(self, run: str, place: int) -> list[int | None]:
         """Return ``to_target`` of those seeds that are done at the best of the rates that are done."""

@@ -146,8 +146,11 @@ def test_a_method_that_is_not_complete_shows_what_is_there(known, capsys):
     name = "accumulation 2, fp16"
     known._store._path("t/steps", *lost(known, name, 0.01, 1)).unlink()
     assert known.next_of(name) == known.cell(name, 0.01, 1)
+    assert known.to_target(name, 1) == [20]
+    show_steps(known)
+    assert "seeds are missing" in capsys.readouterr().out
+    known._store._path("t/steps", *lost(known, name, 0.02, 0)).unlink()
     assert known.to_target(name, 1) is None
-    assert known.so_far(name, 1) == [20]
     show_steps(known)
     assert "incomplete" in capsys.readouterr().out
 
@@ -269,7 +272,7 @@ def test_the_table_and_the_picture_show_what_is_there(known, tmp_path, monkeypat
     show(maps[1], 1)
     said = " ".join(capsys.readouterr().out.split())
     assert "20 miss" in said
-    assert "1 of 2" in said
+    assert "1 of 2 missed" in said
     assert "missed the target, so counted to the end of the run, and never the best: accumulation 2, fp16" in said
 
     write_csv({"a test": maps}, tmp_path / "map.csv")
