@@ -67,11 +67,9 @@ class Timing:
         """Whole cycles of a row, after some that do not count, for a while that rank 0 decides on."""
         torch.manual_seed(0)
         averaging = build(self._data, rows()[name], self._data.model(), RATE)
-        batches = self._data.batches(0, dist.get_rank())
         if name == AUTO:
-            while averaging.handle.look and not averaging.handle.look.over:
-                averaging.batch(next(batches))
-            self._chosen = label(averaging.handle.next_settings.compressor)
+            self._chosen = label(averaging.handle.settings.compressor)
+        batches = self._data.batches(0, dist.get_rank())
         warm = 1 if averaging.every > 1 else self._told["warm"]  # a cycle warms up by itself
         for number in range(warm + MOST):
             if number == warm:

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks._network.lab import Lab, bits_per_second
 from benchmarks._network.launch import run_ranks
-from benchmarks._target.methods import AUTO, DENSE, FREE, Run, rows_of
+from benchmarks._target.methods import DENSE, FREE, Run, rows_of
 from benchmarks._target.store import Store, digest
 from benchmarks._target.tasks import Task
 
@@ -21,8 +21,6 @@ PATIENCE = 30
 """Seconds to wait until they take less."""
 AGAIN = (FREE, DENSE, "PowerSGD hook 4", "rotated 4", "onebit", "local SGD 8, rotated 4")
 """Rows that are measured again where the code has changed."""
-PER_ROW = ("ms", "spread", "wire_bytes")
-"""What is kept of each row."""
 SAME = 0.15
 """Share by which they may differ: so do two measurements of one row."""
 GUESS_S = 600.0
@@ -83,12 +81,10 @@ class Times:
         _, earlier = self._store.of_any_code(*self._key(place)[:3])
         if earlier is None:
             return False
-        again = self._timed(place, root, [name for name in (*AGAIN, AUTO) if name in self.rows])
-        same = all(abs(again["ms"][name] / earlier["ms"][name] - 1) <= SAME for name in AGAIN if name in self.rows)
-        if same:  # but for what auto takes, which is today's
-            found = earlier | {"chosen": again["chosen"]}
-            found |= {what: earlier[what] | {AUTO: again[what][AUTO]} for what in PER_ROW if AUTO in self.rows}
-            self._store.put(*self._key(place), found)
+        again = self._timed(place, root, [name for name in AGAIN if name in self.rows])["ms"]
+        same = all(_alike(again, earlier["ms"], name) for name in again)
+        if same:
+            self._store.put(*self._key(place), earlier)
         return same
 
     def measure(self, place: Place, root: Path) -> dict[str, Any]:
@@ -117,6 +113,12 @@ class Times:
         parts = ("_target.rank", *by, "_network.lab", "_network.launch")
         code = digest(self.task.module, *(f"benchmarks.{each}" for each in parts))
         return f"{self.task.name}/times", place.name, settings, code
+
+
+def _alike(now: dict[str, float], earlier: dict[str, float], name: str) -> bool:
+    """Return whether a row takes as long as before, or as many times as long as computing does: machines vary."""
+    ratio = now[name] / earlier[name]
+    return min(abs(ratio - 1), abs(ratio * earlier[FREE] / now[FREE] - 1)) <= SAME
 
 
 def kappa(place: Place, found: dict[str, Any], ranks: int) -> float:

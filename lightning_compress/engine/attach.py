@@ -21,7 +21,6 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine import checks, hook
 from lightning_compress.engine.compression import Compression, ScaleSource
 from lightning_compress.engine.delayed import DelayedCompression, DelayedHook
-from lightning_compress.engine.second_look import SecondLook
 from lightning_compress.planning.decide import decide
 from lightning_compress.planning.summary import run_summary
 from lightning_compress.settings.parsing import CompressorLike, ExchangeLike
@@ -184,9 +183,6 @@ def compress(
     compression.run_summary = run_summary(compression.settings, parameters, world)
     if not idle:
         hook.register(compression, ddp, transports, on_cpu)
-        if settings.chosen and settings.chosen.float32_s and settings.options.looks_twice:
-            compression.look = SecondLook(compression.settings, first, device)
-            compression.at_load(compression.look.begin_again)
     counting = hook.count_only(compression, ddp, collective.size) if idle else None
 
     def close_unused() -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +15,10 @@ from torch.nn.parameter import is_lazy
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.core import state_check
-from lightning_compress.core.state_dict import IN_FLIGHT
 from lightning_compress.settings.options import check_gone
 from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.rules import kinds_of
-from lightning_compress.settings.run_state import RunState, coming
+from lightning_compress.settings.run_state import RunState
 
 _STOCK = "or use CompressedDDPStrategy('none') with its default settings, which is DistributedDataParallel itself"
 _OWN_HOOK = "it registers a communication hook, and DistributedDataParallel supports only one"
@@ -354,19 +352,3 @@ def frozen_parameters(module: nn.Module, ignored: Collection[str], collective: C
         for name, parameter in named
         if not parameter.requires_grad and name not in ignored
     }
-
-
-def changed_by(state: Mapping[str, Any], settings: RunState) -> list[str]:
-    """Return what a run does differently from the one whose state it loaded, a line each.
-
-    Args:
-        state: that was loaded.
-        settings: of the next step.
-    """
-    found = []
-    saved, chosen = coming(state["running"])["compressor"], settings.running()["compressor"]
-    if saved != chosen:
-        found.append(f"the checkpoint was trained with {saved}; this run continues with {chosen}")
-    if IN_FLIGHT in state and not settings.options.delay:
-        found.append("the checkpoint's last average is lost: this run has delay=0. Resume with delay=1 to apply it")
-    return found

@@ -20,12 +20,11 @@ from lightning_compress.engine.group import RESIDUAL, Group
 from lightning_compress.engine.groups import Groups
 from lightning_compress.engine.lanes import Lanes
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
-from lightning_compress.engine.second_look import SecondLook
 from lightning_compress.planning.summary import RunSummary
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.parsing import CompressorLike, as_primitives
 from lightning_compress.settings.rules import kinds_of
-from lightning_compress.settings.run_state import RunState, kept_of, resumed
+from lightning_compress.settings.run_state import RunState, coming, kept_of, resumed
 from lightning_compress.settings.schedule import Progress
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ class Compression:
         meter: counters of bytes, time and error.
         finite: whether the current step's gradients are finite, and how many steps' were not.
         run_summary: what runs and what it sends, once it was computed.
-        look: what checks the choice of ``compressor="auto"`` in the first steps, or None.
     """
 
     def __init__(
@@ -99,7 +97,6 @@ class Compression:
         self._last_state: StateDict | None = None
         self._last_norm: float | None = None
         self._stepped, self.active, self.run_summary = True, False, RunSummary()
-        self.look: SecondLook | None = None
         self._at_close: list[Callable[[], None]] = [self._passes.close]
         self._at_load: list[Callable[[], None]] = []
         same = lambda: [*self.optimizers.kept(), *self.groups.shared()]  # noqa: E731
@@ -180,8 +177,6 @@ class Compression:
             self.groups.scale_residuals(self.optimizers.changes())
         if self.next_settings.options.schedule.courses:
             self._follow_schedule()
-        if self.look:
-            self.next_settings = self.look.settings(self.step, self.next_settings)
         if self.next_settings is not self.settings:
             self.settings = self.next_settings
             self.groups.by_bucket.clear()  # each bucket rebuilds its groups, which copy their states by name
@@ -189,11 +184,14 @@ class Compression:
 
     def _follow_schedule(self) -> None:
         """Retune if the schedule's values changed; between two changes, ``retune`` decides."""
-        rate = self.optimizers.rate() if self.settings.options.schedule.by_rate else None
-        values = self.next_settings.options.schedule.values(Progress(self.step, self.epoch, rate))
+        values = self.next_settings.options.schedule.values(self._progress())
         if (described := as_primitives(values)) != self._scheduled:
             self._scheduled = described
             self.next_settings = self.next_settings.retuned(None, values)
+
+    def _progress(self) -> Progress:
+        rate = self.optimizers.rate() if self.settings.options.schedule.by_rate else None
+        return Progress(self.step, self.epoch, rate)
 
     def _begin_pass(self, names: Sequence[str]) -> None:
         """Begin another backward pass without an optimizer step: its gradients add up, or the step was skipped."""
@@ -241,8 +239,11 @@ class Compression:
             raise ValueError(str(error)) from error
         self.optimizers.rates.update(state["rates"])
         self.step = state["step"]
-        for line in checks.changed_by(state, self.next_settings) if self._collective.rank == 0 else ():
-            log.warning(line)
+        saved, chosen = coming(state["running"])["compressor"], self.next_settings.running()["compressor"]
+        if saved != chosen and self._collective.rank == 0:
+            log.warning("the checkpoint was trained with %s; this run continues with %s", saved, chosen)
+        if state_dict.IN_FLIGHT in state and not self.settings.options.delay and self._collective.rank == 0:
+            log.warning("the checkpoint's last average is lost: this run has delay=0. Resume with delay=1 to apply it")
         for callback in self._at_load:
             callback()
 

@@ -68,9 +68,7 @@ def decide(settings: RunState, parameters: Parameters, world: World, kept: objec
     figures = ", ".join(f"{label(each)} {1e3 * took:.3g} ms" for each, took in zip(options, seconds, strict=True))
     codec = options[int(chosen)]
     keeps = f"to keep this choice, write compressor={written(codec)}"
-    why = f"compressor='auto' expects {figures} a step; {keeps}"
-    float32_s = 0.0 if pricing.link or isinstance(codec, Dense) else seconds[0]
-    return settings.become(Chosen(codec, cluster, why, float32_s=float32_s))
+    return settings.become(Chosen(codec, cluster, f"compressor='auto' expects {figures} a step; {keeps}"))
 
 
 def on_one_machine(collective: Collective, device: torch.device) -> bool:
@@ -97,8 +95,7 @@ def _earlier(settings: RunState, kept: object, cluster: Cluster, world: World) -
     try:
         if isinstance(kept, Mapping):
             codec, measured = build_compressor(kept["compressor"]), kept["measured"]
-            float32_s = float(kept.get("float32_s", 0.0))
-            chosen = Chosen(codec, cluster, "as before", float32_s=float32_s) if isinstance(codec, Codec) else None
+            chosen = Chosen(codec, cluster, "as before") if isinstance(codec, Codec) else None
             if chosen is not None and chosen.was_here(kept) and codec in settings.candidates:
                 exchange = replanned(settings.exchange, lambda planner: planner.with_measurements(measured))
                 resumed = dataclasses.replace(settings, exchange=exchange).become(chosen)

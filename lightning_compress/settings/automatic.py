@@ -23,14 +23,11 @@ class Automatic:
 
     In our runs these lose almost nothing with Adam or SGD (docs/results/accuracy.md), and they need no error feedback.
 
-    The choice is made before the first step, for the whole model. The cost model of ``exchange="auto"`` (or of the
-    exchange that was named) predicts the time of each candidate, from measurements of the link and the codecs. The
+    The choice is made once, before the first step, for the whole model. The cost model of ``exchange="auto"`` (or of
+    the exchange that was named) predicts the time of each candidate, from measurements of the link and the codecs. The
     figures of rank 0 decide for all ranks. From safe to coarse, the next candidate is taken if it shortens the exchange
     enough: by a quarter to leave float32 at all, since predictions may be off by that much, and by ``gain`` after that.
     Float32 is left to DistributedDataParallel and costs what it costs there.
-
-    What was picked is then timed in the first steps against float32, unless float32 cannot win. It stays if its steps
-    are 5 % faster (``engine.second_look``): a link's measurement does not show what hides behind computing.
 
     Where all ranks are on one machine's CPUs, nothing is measured: float32 is fastest there. On several machines the
     link's speed is rounded (1, 2.5, 5, 10 Gbit/s, ...), so that equal runs choose alike; rank 0 logs the argument that
@@ -74,19 +71,16 @@ class Chosen:
         cluster: the ranks and hosts that it was picked for.
         why: the figures, for people.
         reason: of float32, if that was picked.
-        float32_s: seconds that float32's exchange was measured to take in a step; 0.0: the choice is final.
     """
 
     codec: Codec
     cluster: Cluster
     why: str = ""
     reason: str = "this link is as fast as the compressor"
-    float32_s: float = 0.0
 
     def as_primitives(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        described = describe(self.codec, CODECS)
-        return {"compressor": described, "cluster": asdict(self.cluster), "float32_s": self.float32_s}
+        return {"compressor": describe(self.codec, CODECS), "cluster": asdict(self.cluster)}
 
     def was_here(self, kept: Mapping[str, Any]) -> bool:
         """Return whether a choice that ``as_primitives`` described was made on this cluster."""

@@ -66,11 +66,6 @@ class Options:
     check_drift_every: Annotated[int, parsing.count("a number of steps, or 0 for never")] = 100
     delay: Annotated[int, parsing.one_of(0, 1)] = 0
 
-    @property
-    def looks_twice(self) -> bool:
-        """Whether the times of the first steps may change what "auto" picked: nothing else changes these steps."""
-        return not (self.deterministic or self.delay or self.schedule.courses or self.warmup_steps)
-
     @classmethod
     def of(
         cls,

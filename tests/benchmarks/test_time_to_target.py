@@ -231,8 +231,7 @@ def test_step_times_of_earlier_code_are_kept_if_a_few_are_as_before(tmp_path, mo
     monkeypatch.setattr(target_times, "wait_until_idle", lambda: None)
     monkeypatch.setattr(target_times, "Lab", lambda *_: nullcontext())
     assert not times.kept(PLACE, tmp_path)
-    rows = dict.fromkeys(times.rows, 100.0)
-    earlier = {"ms": rows, "spread": rows, "wire_bytes": rows, "parameters": 1000, "chosen": "none"}
+    earlier = {"ms": dict.fromkeys(times.rows, 100.0), "parameters": 1000}
     times._store.put(*times._key(PLACE), earlier)
     monkeypatch.setattr(target_times, "digest", lambda *modules: "today's")
     assert list(times.missing()) == [PLACE]
@@ -240,15 +239,12 @@ def test_step_times_of_earlier_code_are_kept_if_a_few_are_as_before(tmp_path, mo
 
     def run_ranks(lab, given, module):
         told.extend(given["rows"])
-        found = dict.fromkeys(given["rows"], 90.0) | {"rotated 4": ms}
-        return [{"ms": found, "spread": found, "wire_bytes": found, "chosen": "bf16"}]
+        return [{"ms": dict.fromkeys(given["rows"], 100.0) | {"rotated 4": ms}}]
 
     monkeypatch.setattr(target_times, "run_ranks", run_ranks)
     assert times.kept(PLACE, tmp_path) == same
-    assert told == [*target_times.AGAIN, methods.AUTO]
-    now = rows | {methods.AUTO: 90.0}  # what auto takes is today's
-    today = {"ms": now, "spread": now, "wire_bytes": now, "parameters": 1000, "chosen": "bf16"}
-    assert times.get(PLACE) == (today if same else None)
+    assert told == list(target_times.AGAIN)
+    assert times.get(PLACE) == (earlier if same else None)
 
 
 def test_the_table_and_the_picture_show_what_is_there(known, tmp_path, monkeypatch, capsys):
