@@ -47,7 +47,7 @@ def show_steps(steps: Steps) -> None:
         both = [steps.so_far(run, place) for place in range(2)]
         columns = [" ".join(MISS if each is None else str(each) for each in found) for found in both]
         rate = " ".join(f"{each:g}" for each in steps.tried(run)[:1])
-        if dense is None or not both[1]:
+        if dense is None or steps.to_target(run, 1) is None:
             table.add_row(run, rate, *columns, "incomplete")
             continue
         missed = sum(each is None for each in both[1])

@@ -188,7 +188,7 @@ class Steps:
         return {column: target(column) for column in (CHOOSING, REPORTED)}
 
     def to_target(self, run: str, place: int) -> list[int | None] | None:
-        """Return the batches to a target at the best rate of each seed so far, None for a miss; None if rates are missing.
+        """Return the batches to a target at the best rate by seed so far, None for a miss; None if rates are missing.
 
         A method that misses with the first seed has no others.
 
