@@ -24,7 +24,7 @@ composed times hold.
 Each training run, and each link, is a JSON file in docs/results/time_to_target. It is found by its settings and holds
 until the code that it depends on changes. What is there is not repeated, so every part may be interrupted. Training
 runs of earlier code are kept if today's repeats the beginning of one of each method to the last digit. Step times of
-earlier code are kept if six rows, measured again, differ by 15 % or less.
+earlier code are kept if six rows, measured again, differ by 15 % or less, as they are or over computing alone.
 """
 
 from __future__ import annotations

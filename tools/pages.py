@@ -8,6 +8,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def card(name: str, cls: type) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+@cache
 def uses() -> dict[str, str]:
     """Return when to use each compressor, as the tables of all compressors say."""
     lines = (DOCS / "compressors.md").read_text().splitlines()

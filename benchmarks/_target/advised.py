@@ -9,8 +9,10 @@ from rich.table import Table
 
 from benchmarks._network.lab import bits_per_second
 from benchmarks._target.methods import DENSE, FREE
+from benchmarks._target.show import WIDTH
 from benchmarks._target.tasks import Task
 from benchmarks._target.times import Place, Times
+from benchmarks.advise import TOLD, WITHIN
 from lightning_compress.commands import advise
 
 ROWS = {
@@ -23,9 +25,6 @@ ROWS = {
     "8 local steps, rotated, 4 bits": "local SGD 8, rotated 4",
 }
 """Rows of step times, by the names of advised methods."""
-WITHIN = 0.25
-"""Share by which a prediction may be off, as for ``benchmarks.advise``."""
-WIDTH = 150
 
 
 def over_measured(task: Task, place: Place, measured: dict[str, Any]) -> dict[str, float]:
@@ -39,9 +38,7 @@ def over_measured(task: Task, place: Place, measured: dict[str, Any]) -> dict[st
         place: the link.
         measured: on it.
     """
-    count = measured["parameters"] // advise.SIDE
-    sizes = [min(advise.SIDE, count - start) for start in range(0, count, advise.SIDE)]
-    parameters = [(f"weight {number}", (size, advise.SIDE)) for number, size in enumerate(sizes)]
+    parameters = advise.parameters_of(measured["parameters"], None)
     link = advise.link_of(bits_per_second(place.rate) / 1e9, 500 * measured["ping_ms"])
     cores = min(1.0, measured["cores"] / task.ranks)
     rows = advise.predicted(parameters, task.ranks, link, measured["ms"][FREE], task.optimizer, cores)
@@ -50,7 +47,7 @@ def over_measured(task: Task, place: Place, measured: dict[str, Any]) -> dict[st
 
 
 def show(times: Times) -> None:
-    """Print predicted over measured steps of every link, and how many are within 25 %."""
+    """Print predicted over measured steps of every link, and how many are near enough."""
     table = Table(title="steps that advise predicts without a run, over measured ones")
     for name in ("rate", "round trip", *ROWS.values()):
         table.add_column(name)
@@ -62,4 +59,5 @@ def show(times: Times) -> None:
             table.add_row(place.rate, f"{place.delay_ms:g} ms", *said)
             ratios += found.values()
     Console(width=WIDTH).print(table)
-    print(f"within {WITHIN:.0%}: {sum(abs(each - 1) <= WITHIN for each in ratios)} of {len(ratios)}")
+    share = WITHIN[TOLD]
+    print(f"within {share:.0%}: {sum(abs(each - 1) <= share for each in ratios)} of {len(ratios)}")

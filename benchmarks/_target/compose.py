@@ -151,7 +151,10 @@ def _cell(
 ) -> Cell:
     ms, entries, missing = measured["ms"], [], []
     alone = statistics.mean(ms[FREE] * (task.budget if each is None else each) for each in dense) / 1e3
-    for method in [*methods(task), *map(auto_method, filter(None, [measured["chosen"]]))]:
+    lines = methods(task)
+    if measured["chosen"]:
+        lines.append(auto_method(measured["chosen"]))
+    for method in lines:
         found = batches[method.run]
         if found is None:
             missing.append(method.name)

@@ -78,8 +78,8 @@ ALIKE: dict[str, Run] = {
 }
 """Methods that go on as they begin, so that what is trained is also what is timed."""
 FACTORS: dict[str, Run] = {
-    "sufficient factors": {"by": "factors", "settings": {"dtype": "float32", "rest": "none"}},
-    "sufficient factors, bf16": {"by": "factors", "settings": {"dtype": "bfloat16", "rest": "bf16"}},
+    "sufficient factors": {"by": "factors", "settings": {"method": "factors"}},
+    "sufficient factors, bf16": {"by": "factors", "settings": {"method": "factors bf16"}},
 }
 """Methods for linear layers: a task has them if it names them."""
 

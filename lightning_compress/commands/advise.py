@@ -182,7 +182,7 @@ def _job(
     if sum(each is not None for each in (params, model, profile)) != 1:
         raise ValueError("give one of --params, such as 25e6, --model, such as train:Net, and --profile")
     if profile is None:
-        return Job(_parameters(params, model), _above_zero("compute_ms", compute_ms), optimizer or "adamw")
+        return Job(parameters_of(params, model), _above_zero("compute_ms", compute_ms), optimizer or "adamw")
     try:
         saved = loads(Path(profile).read_text())
         parameters = [(str(name), tuple(map(int, shape))) for name, shape in saved["parameters"]]
@@ -305,7 +305,8 @@ def codecs_of(settings: Iterable[RunState], ranks: int) -> list[Codec]:
     return list(found.values())
 
 
-def _parameters(params: float | None, model: str | None) -> list[tuple[str, Shape]]:
+def parameters_of(params: float | None, model: str | None) -> list[tuple[str, Shape]]:
+    """Return names and shapes: of a model that ``module:Class`` names, or of squares with so many parameters in all."""
     if model is not None:
         return [(name, tuple(each.shape)) for name, each in _made(model).named_parameters() if each.requires_grad]
     count = round(_above_zero("params", params) / SIDE)
