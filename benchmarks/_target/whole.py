@@ -32,7 +32,7 @@ class Check:
 
 
 CHECKS = {
-    "a": Check("20mbit", ("DDP 25 MB", "post-local SGD 16", "local SGD 8, rotated 4")),
+    "a": Check("20mbit", ("DDP 25 MB", "PowerSGD hook 4", "local SGD 8, rotated 4")),
     "b": Check("100mbit", ("DDP 25 MB", "rotated 4"), 100),
 }
 
