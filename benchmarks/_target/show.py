@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from recipes.tables.drawing import MARKERS, canvas, caption, legend, save
 TARGETS = ("at 80 % of the budget", "final loss + 1 %")
 MISS = "miss"
 WIDTH = 150
+COLUMNS = 2
+"""Panels side by side."""
 LINES = {
     DENSE: "#000000",
     "fp16 hook": "#7f7f7f",
@@ -149,12 +152,16 @@ def draw(maps: Maps, title: str, path: Path) -> None:
             panels.setdefault((task, cell.place.delay_ms), []).append(cell)
     if not panels:
         raise ValueError("there is nothing to draw: no link was measured; --part times does it")
-    figure, axes = canvas(title, (6.8 * len(panels) + 2.0, 4.8), len(panels), sharey=True)
-    for axis, ((task, delay), cells) in zip(axes, panels.items(), strict=True):
+    columns, lines = min(COLUMNS, len(panels)), math.ceil(len(panels) / COLUMNS)
+    figure, axes = canvas(title, (6.8 * columns + 2.0, 4.8 * lines), columns, nrows=lines, sharey=True)
+    for empty in axes[len(panels) :]:
+        empty.remove()
+    for axis, ((task, delay), cells) in zip(axes, panels.items(), strict=False):
         caption(axis, f"{task}{f', {delay:g} ms of round trip' if delay else ''}")
         _panel(axis, sorted(cells, key=lambda each: each.kappa))
-    axes[0].set_ylabel("time to target / computing alone")
-    legend(figure, *axes)
+    for first in axes[::columns]:
+        first.set_ylabel("time to target / computing alone")
+    legend(figure, *axes[: len(panels)])
     save(figure, path)
 
 
