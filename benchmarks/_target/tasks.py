@@ -95,4 +95,4 @@ TASKS = {
         optimizer="sgd",
     ),
 }
-"""B has one rate, the better one of 0.0005 and 0.001 in 125 dense batches: a run of it takes 15 minutes of two cores."""
+"""B has one rate, the better of 0.0005 and 0.001 in 125 dense batches: a run takes two cores 15 minutes."""
