@@ -91,8 +91,7 @@ class Whole:
         wait_until_idle()
         cell = self._cell(line)
         told: dict[str, Any] = {"task": self._steps.task.name, "root": str(root.absolute())}
-        told |= {"run": self._steps.runs[line.run]}
-        told |= {"rate": cell.rate, "seed": cell.seed, "until": self._until, "batches": self._batches}
+        told |= {"run": line.run, "rate": cell.rate, "seed": cell.seed, "until": self._until, "batches": self._batches}
         with lab:
             found = run_ranks(lab, told, "benchmarks._target.whole_rank")[0]
         self._store.put(*self._key(line), found)

@@ -11,20 +11,21 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks._network.report import report
+from benchmarks._target.methods import runs
 from benchmarks._target.tasks import TASKS
 from benchmarks._target.timed import SECONDS
 from benchmarks._target.training import train
 
 
 def main(told: dict[str, Any]) -> None:
-    """Train what is told: ``task``, ``root``, ``run``, and ``rate``, ``seed``, ``batches``, ``until`` of ``train``."""
+    """Train what is told: ``task``, ``root``, ``run``, by its name, and ``rate`` and others of ``train``."""
     report(told, lambda: whole(told))
 
 
 def whole(told: dict[str, Any]) -> dict[str, Any]:
     """Return what ``train`` does, and ``seconds`` of all batches up to each evaluation."""
-    task, run = TASKS[told["task"]], {"by": "timed", "settings": told["run"]}
-    data, batches = task.data(Path(told["root"])), told["batches"]
+    task, batches = TASKS[told["task"]], told["batches"]
+    data, run = task.data(Path(told["root"])), {"by": "timed", "settings": runs(task)[told["run"]]}
     dist.barrier()
     given = told["rate"], told["seed"], batches, told["until"], batches, task.every, task.decay
     found = train(data, run, *given)

@@ -83,14 +83,14 @@ def test_sufficient_factors_train_as_ddp_does(root):
 
 def test_a_whole_training_is_timed(tmp_path):
     write_text(tmp_path)
-    run = methods.runs(tasks.TASKS["a"])["rotated 4"]
-    told = {"task": "a", "root": str(tmp_path), "run": run, "rate": 0.01, "seed": 0, "batches": 30, "until": None}
+    name = "local SGD 8, rotated 4"
+    told = {"task": "a", "root": str(tmp_path), "run": name, "rate": 0.01, "seed": 0, "batches": 30, "until": None}
     found = run_told(Here(2), told, "benchmarks._target.whole_rank")[0]
     assert [row[0] for row in found["curve"]] == [25, 30]
     assert 0 < found["seconds"][0] < found["seconds"][1]
 
     same = dataclasses.replace(tasks.TASKS["a"], ranks=2)
-    again = run_ranks(same, same.data(tmp_path), run, 0.01, 0, 30, None, 30)
+    again = run_ranks(same, same.data(tmp_path), methods.runs(same)[name], 0.01, 0, 30, None, 30)
     assert again["curve"] == found["curve"]
 
 
