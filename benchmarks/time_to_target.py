@@ -11,7 +11,7 @@ parameters, SGD, 16 pictures) learns CIFAR-10. All train on 4 ranks. Every run h
 average of the weights is evaluated every 25 batches. A method's rate is the one of three that reaches the final target
 first with seed 0, on one half of the held-out data; where it is at the edge of the grid, the grid grows by a factor of
 2. Everything else is told of the other half, with three seeds. (Task b has one rate and two seeds.) Targets come from
-the dense runs: their loss at 80 % of the budget of 1,000 batches (c: 2,000), and 1 % above their loss at its end. A run
+the dense runs: their loss at 80 % of the budget of 1,000 batches, and 1 % above their loss at its end. A run
 ends after 1.5 times the budget; a miss counts as that, is shown, and never wins. A rate that is slower than another
 one, with seed 0, is not run to its end; a method that misses the final target with seed 0 has no other seeds.
 

@@ -15,6 +15,8 @@ from recipes.resnet.cifar10 import FOLDER, TEST_FILES, TRAIN_FILES, read_batches
 
 BATCH, HIDDEN, CLASSES = 16, 512, 10
 PIXELS = 3 * 32 * 32
+HELD_OUT = 4000
+"""Pictures of the test set that are evaluated; all of them would take as long as training."""
 
 
 class Perceptron(nn.Module):
@@ -43,7 +45,8 @@ class Pictures:
     """
 
     def __init__(self, root: Path) -> None:
-        self._train, self._held_out = (_records(root / FOLDER, names) for names in (TRAIN_FILES, TEST_FILES))
+        self._train, tested = (_records(root / FOLDER, names) for names in (TRAIN_FILES, TEST_FILES))
+        self._held_out = tested[:HELD_OUT]
 
     def model(self) -> nn.Module:
         """Return a new model, which depends on torch's seed."""

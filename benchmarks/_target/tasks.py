@@ -88,7 +88,6 @@ TASKS = {
             *("DDP 25 MB", "fp16 hook", "PowerSGD hook 4", "post-local SGD 16", "sufficient factors"),
             *("sufficient factors, bf16", "rotated 4", "onebit", "topk 1 %", "local SGD 8, rotated 4"),
         ),
-        budget=2000,
         rates=(1e-2, 2e-2, 4e-2),
         links=FAST,
         round_trips=(0.0,),

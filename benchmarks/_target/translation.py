@@ -20,8 +20,8 @@ from recipes.nmt.tokenizer import PAD
 TOKENS = 256
 """Most that a batch of a rank holds: sentences times the pieces of the longer side."""
 RANKS = 4
-HELD_OUT = 32
-"""Sentences of a batch that is evaluated."""
+HELD_OUT, TOGETHER = 512, 32
+"""Sentences that are evaluated, and how many at a time."""
 SMOOTHING = 0.1
 
 
@@ -59,7 +59,8 @@ class Translation:
     def __init__(self, root: Path) -> None:
         data = Multi30k(root=str(root))
         self._vocabulary = len(data.tokenizer)
-        self._train, self._held_out = (Pairs(data.parts[part], data.tokenizer) for part in ("train", "val"))
+        self._train = Pairs(data.parts["train"], data.tokenizer)
+        self._held_out = Pairs(data.parts["val"][:HELD_OUT], data.tokenizer)
 
     def model(self) -> nn.Module:
         """Return a new model, which depends on torch's seed."""
@@ -86,8 +87,8 @@ class Translation:
         sums = torch.zeros(2, 2, dtype=torch.float64)
         for half in range(2):
             mine = order[half::2][rank::ranks]
-            for start in range(0, len(mine), HELD_OUT):
-                pair = _pair(self._held_out, mine[start : start + HELD_OUT])
+            for start in range(0, len(mine), TOGETHER):
+                pair = _pair(self._held_out, mine[start : start + TOGETHER])
                 pieces = int((pair[1][:, 1:] != PAD).sum())
                 sums[half] += torch.tensor([float(model(pair)) * pieces, pieces])
         return sums
