@@ -16,7 +16,7 @@ from recipes.resnet.cifar10 import FOLDER, TEST_FILES, TRAIN_FILES, read_batches
 BATCH, HIDDEN, CLASSES = 16, 512, 10
 PIXELS = 3 * 32 * 32
 HELD_OUT = 4000
-"""Pictures of the test set that are evaluated; all of them would take as long as training."""
+"""Pictures of the test set that are evaluated: all of them would take a large share of a run."""
 
 
 class Perceptron(nn.Module):
