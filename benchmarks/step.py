@@ -5,8 +5,9 @@
 ResNet-50 (64 images of 224 x 224), a Transformer of the shape of GPT-2's smallest and a large LSTM on synthetic data:
 forward, backward and SGD through DistributedDataParallel, in TensorFloat-32 and under bfloat16 autocast. One process
 has no peers: its hook gathers its own message eight times (``benchmarks/_gpu/echo.py``), so that a step encodes, and
-decodes 8 messages a bucket, while nothing travels; PyTorch's hooks cast or factor, and sum over one. Methods take
-turns, some steps each; medians.
+decodes 8 messages a bucket, while nothing travels; PyTorch's hooks cast or factor, and sum over one. "rotated replayed"
+captures the average of a bucket in a CUDA graph and launches that graph in every step: it says what a step would take
+if launching cost next to nothing. Methods take turns, some steps each; medians.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from benchmarks._gpu import isolated
 from benchmarks._gpu.machine import console, surroundings
-from benchmarks._gpu.step import METHODS, measure
+from benchmarks._gpu.step import METHODS, REPLAYED, measure
 from benchmarks._models import MODELS
 
 PRECISIONS = ("bf16", "tf32")
@@ -35,13 +36,13 @@ MOST_SECONDS = 300.0
 def tasks_of(arguments: argparse.Namespace) -> list[isolated.Task]:
     """What is measured, the targets first; a trace of the first alone."""
     pairs = [(model, precision) for model in arguments.models for precision in arguments.precisions]
-    each = 0.4 * arguments.seconds / len(pairs)  # the rest is setting up
+    each = 0.3 * arguments.seconds / len(pairs)  # the rest is setting up, and starting a process
     shared = {"methods": arguments.methods, "ranks": arguments.ranks, "device": arguments.device}
     shared |= {
         "bucket_mb": arguments.bucket_mb,
         "small": arguments.small,
         "seconds": each,
-        "setup": min(150.0, 0.5 * arguments.seconds),
+        "setup": min(150.0, 0.4 * arguments.seconds),
     }
     tasks = [{"model": model, "precision": precision, **shared, "trace": None} for model, precision in pairs]
     tasks[0]["trace"] = arguments.trace
@@ -109,13 +110,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models, for tests")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="which ones (default: all)")
     parser.add_argument("--bucket-mb", type=float, help="the most that a bucket has (default: PyTorch's 25)")
     parser.add_argument("--ranks", type=int, default=8, help="whose work is done (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600, help="for all of it (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--trace", metavar="FILE", help="write a trace of three steps (.json or .json.gz)")
     arguments = parser.parse_args()
+    captured = [each for each in METHODS if each.endswith(REPLAYED)]
+    if arguments.device == "cpu" and (wrong := sorted({*captured} & {*(arguments.methods or ())})):
+        parser.error(f"--device cpu: {', '.join(wrong)} would need a CUDA graph; leave it out")
+    if arguments.methods is None:
+        arguments.methods = [each for each in METHODS if arguments.device == "cuda" or each not in captured]
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; --device cpu --small tries it out")
     result = {**surroundings(torch.device(arguments.device)), "ranks": arguments.ranks, "rows": []}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -68,15 +68,27 @@ def _wide(message: Tensor) -> Tensor:
     return message.view(torch.int64) if whole else message
 
 
-def compress(ddp: DistributedDataParallel, method: Mapping[str, object], ranks: int) -> Compression:
-    """Let a model of one process do what ``attach`` would have it do on one of so many ranks; nothing is sampled."""
+def compress(
+    ddp: DistributedDataParallel,
+    method: Mapping[str, object],
+    ranks: int,
+    begin: Callable[[Compression, DistributedDataParallel], object] = register,
+) -> Compression:
+    """Let a model of one process do what ``attach`` would have it do on one of so many ranks; nothing is sampled.
+
+    Args:
+        ddp: the model.
+        method: of compression, its ``name`` and its settings.
+        ranks: that are pretended.
+        begin: has the compression average for the model.
+    """
     exchange = "auto" if method["name"] in OWN_WAY else "all_gather"
     settings = RunState.of(method, exchange, schedule="none", check_drift_every=0)
     unused = ddp.find_unused_parameters or ddp.static_graph
     world, ignored = EchoCollective(ranks), ddp.parameters_to_ignore
     compression = Compression(ddp.module, settings, world, ignored=ignored, unused=unused)
     compression.meter.sample_every = 0
-    register(compression, ddp)
+    begin(compression, ddp)
     return compression
 
 

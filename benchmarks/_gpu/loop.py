@@ -105,6 +105,8 @@ class Loop:
         self._per_epoch = len(self._labels) // (self._batch * self._ranks)
         torch.manual_seed(0)
         module = ResNet(20, zero_gamma=True).to(device)
+        if device.type == "cuda":  # launching the model's hundreds of kernels one by one would take most of a step
+            torch.cuda.make_graphed_callables(module, (self._normal(self._images[: self._batch]),))
         self._ddp = DistributedDataParallel(module, device_ids=[device.index] if device.type == "cuda" else None)
         self._compression = attach(
             self._ddp,

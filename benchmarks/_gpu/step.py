@@ -18,11 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._gpu import echo
 from benchmarks._gpu.isolated import FATAL, Row, Task, breaks_device, said
 from benchmarks._gpu.memory import allocated, give_back
+from benchmarks._gpu.replayed import Replayed
 from benchmarks._gpu.trace import overlap
 from benchmarks._models import MODELS, SMALL, Training
 from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.methods import SETS
 from benchmarks._timing import waits_for_device
+from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import register
 from lightning_compress.engine.optimizers import unwatch, watch
 
 PAPERS: dict[str, dict[str, object]] = {
@@ -30,10 +33,12 @@ PAPERS: dict[str, dict[str, object]] = {
     for name, each in SETS["papers"].items()
 }
 """The compressors that the lab compares as the FFT paper did."""
+REPLAYED = " replayed"
+"""Ends the name of a method whose averages are CUDA graphs; see ``Replayed``."""
 METHODS: dict[str, dict[str, object]] = {
     "none": {},
-    "onebit": {"name": "onebit"},
-    "rotated": {"name": "rotated", "bits": 4},
+    **{f"onebit{each}": {"name": "onebit"} for each in ("", REPLAYED)},
+    **{f"rotated{each}": {"name": "rotated", "bits": 4} for each in ("", REPLAYED)},
     "qsgd": {"name": "qsgd"},
     "topk": {"name": "topk"},
     "dgc": {"name": "dgc"},
@@ -89,13 +94,24 @@ class Trainer:
         if name in HOOKS:
             make, hook = HOOKS[name]
             self._ddp.register_comm_hook(make(), hook)
-        self._compression = echo.compress(self._ddp, method, ranks) if method else None
+        self._replayed: list[Replayed] = []
+        begin = self._captures if name.endswith(REPLAYED) else register
+        self._compression = echo.compress(self._ddp, method, ranks, begin) if method else None
         if self._compression is not None:
             unwatch(self._compression)
         self._optimizer = torch.optim.SGD(module.parameters(), 1e-4, momentum=0.9)
         self._batch = training.batch(device)
         self.issued: list[float] = []
         self.numel = sum(each.numel() for each in module.parameters())
+
+    def _captures(self, compression: Compression, ddp: DistributedDataParallel) -> None:
+        self._replayed.append(Replayed(compression, ddp))
+
+    def replay(self) -> None:
+        """From now on replay a captured step, if that is the method."""
+        for each in self._replayed:
+            each.replay()
+            self._compression = None  # which sees no optimizer any more
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -199,6 +215,8 @@ def _begin(name: str, trainers: dict[str, Trainer], training: Training, task: Ta
     try:
         trainer = Trainer(training, name, task["ranks"], task["precision"], device, task["bucket_mb"])
         trainer.steps(WARM)
+        trainer.replay()
+        trainer.steps(1)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         trainer.steps(2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from lightning_compress.contrib.codecs import ternary
 from lightning_compress.contrib.codecs.ternary import RUN, pack_digits, unpack_digits
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.core.layout import Layout
@@ -41,6 +42,11 @@ def test_equals_the_reference(codec: TernGrad, vector: torch.Tensor) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_equals_the_reference_over_several_runs(codec: TernGrad) -> None:
     compare(codec, make("normal", RUN + 12_343))
+
+
+def test_longer_runs_than_a_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ternary, "chunk_size", lambda device: 3 * RUN)  # what an accelerator has
+    compare(TernGrad(), make("normal", 4 * RUN + 12_343))
 
 
 def compare(codec: TernGrad, vector: torch.Tensor) -> None:

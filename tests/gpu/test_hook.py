@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 METHODS = list(
     dict.fromkeys(case.codec.name for case in CASES if case.triton or case.codec.name in REDUCERS.complete())
 )
+METHODS.remove("none")  # which is stock DDP
 METHODS.append({"name": "dgc", "density": 0.01})
 DEVICE = "cuda:0"
 

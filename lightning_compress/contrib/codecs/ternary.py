@@ -9,10 +9,10 @@ from torch import Tensor
 from lightning_compress.codecs.quantize.levels import UNIT
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream
-from lightning_compress.core.workspace import pieces, scratch
+from lightning_compress.core.workspace import chunk_size, pieces, scratch
 
 RUN = 5 << 15
-"""Elements that are rounded at a time. They fit a CPU's cache, and are a multiple of 4, 5 and 8."""
+"""Elements that are rounded at a time on a CPU. They fit its cache, and are a multiple of 4, 5 and 8."""
 FEW = 64
 """Parts of parameters with fewer elements are not clipped: their standard deviation is unreliable."""
 
@@ -24,21 +24,23 @@ class Ternary:
         layout: of the vector.
         device: of the vector.
         clip: standard deviations at which elements are clipped, or None.
+        run: elements that are rounded at a time, a multiple of ``RUN``; None: as many as suit the device.
 
     Attributes:
         pieces: runs of elements; each starts at a multiple of ``RUN``.
         count: parameters that have elements in the vector.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, clip: float | None) -> None:
+    def __init__(self, layout: Layout, device: torch.device, clip: float | None, run: int | None = None) -> None:
+        run = run or chunk_size(device) // RUN * RUN
         segments = [slice(segment.offset, segment.end) for segment in layout.segments if segment.numel]
-        self.pieces = list(pieces(layout.numel, RUN))
+        self.pieces = list(pieces(layout.numel, run))
         self.count = len(segments)
         self._clip = clip
         self._parts = [_overlaps(piece, segments) for piece in self.pieces]
         self._firsts = [segment.start for segment in segments]
         self._numels = torch.tensor([segment.stop - segment.start for segment in segments], device=device).double()
-        most = min(RUN, layout.numel)
+        most = min(run, layout.numel)
         self._floats = scratch("ternary floats", most, torch.float32, device)
         self._codes = scratch("ternary codes", 40 * (-(-most // 40)), torch.uint8, device)
         self._wide = scratch("ternary wide", most if clip else 0, torch.float64, device)

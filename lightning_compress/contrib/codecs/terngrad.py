@@ -92,7 +92,8 @@ class _TernGradPlan(Plan):
     def __init__(self, layout: Layout, device: torch.device, codec: TernGrad) -> None:
         super().__init__(layout)
         self._base3 = codec.packing == "base3"
-        self._ternary = Ternary(layout, device, codec.clip)
+        run = RUN if self._base3 else None  # which is part of the format of base 3
+        self._ternary = Ternary(layout, device, codec.clip, run)
         self._header = 4 * self._ternary.count
         self._body = aligned(self._header)
         self.message_size = self._body + self._size(layout.numel)
