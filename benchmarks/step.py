@@ -117,11 +117,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--trace", metavar="FILE", help="write a trace of three steps (.json or .json.gz)")
     arguments = parser.parse_args()
-    captured = [each for each in METHODS if each.endswith(REPLAYED)]
-    if arguments.device == "cpu" and (wrong := sorted({*captured} & {*(arguments.methods or ())})):
+    usable = [each for each in METHODS if arguments.device == "cuda" or not each.endswith(REPLAYED)]
+    arguments.methods = arguments.methods or usable
+    if wrong := [each for each in arguments.methods if each not in usable]:
         parser.error(f"--device cpu: {', '.join(wrong)} would need a CUDA graph; leave it out")
-    if arguments.methods is None:
-        arguments.methods = [each for each in METHODS if arguments.device == "cuda" or each not in captured]
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; --device cpu --small tries it out")
     result = {**surroundings(torch.device(arguments.device)), "ranks": arguments.ranks, "rows": []}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import StreamHook
 from lightning_compress.engine.optimizers import unwatch
 
 
 class Replayed:
-    """A communication hook that captures the average of each bucket in a CUDA graph, and then launches only the graph.
+    """Stands for a compression: captures the average of each bucket in a CUDA graph, and then launches only the graph.
 
     Every replay draws the random numbers of the captured step again, and adds the same residual: **for measuring
     alone**. Nothing may travel, because the host would have to start it in the middle; see ``EchoCollective``.
@@ -25,12 +26,11 @@ class Replayed:
     """
 
     def __init__(self, compression: Compression, ddp: DistributedDataParallel) -> None:
-        self._compression, self._device = compression, compression.device
-        self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._compression, self.device = compression, compression.device
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, int]] = {}
         self._replays, compression.active = False, True
         compression.at_close(ddp.register_forward_pre_hook(self._before).remove)
-        ddp.register_comm_hook(None, self.reduce)
+        ddp.register_comm_hook(None, StreamHook(cast(Compression, self)).reduce)
 
     def _before(self, *_: object) -> None:
         if not self._replays:
@@ -42,35 +42,24 @@ class Replayed:
         self._replays = True
         unwatch(self._compression)
 
-    # DistributedDataParallel inspects the annotations, and rejects strings
-    def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Replace a bucket's gradients by their mean.
 
         Raises:
             RuntimeError: the bucket's memory is not that of the captured step.
         """
-        buffer = bucket.buffer()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            if self._replays:
-                self._launch(bucket, buffer)
-            else:
-                self._compression.reduce(bucket.parameters(), bucket.gradients())
-            buffer.record_stream(self._stream)
-            future: Future[Tensor] = Future(devices=[self._device])
-            future.set_result(buffer)
-        return future
-
-    def _launch(self, bucket: Any, buffer: Tensor) -> None:
-        number = bucket.index()
-        if number not in self._graphs:
+        if not self._replays:
+            self._compression.reduce(parameters, gradients)
+            return
+        bucket, address = id(parameters[0]), gradients[0].data_ptr()
+        if bucket not in self._graphs:
             graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             graph.capture_begin(capture_error_mode="thread_local")
-            self._compression.reduce(bucket.parameters(), bucket.gradients())
+            self._compression.reduce(parameters, gradients)
             graph.capture_end()
-            self._graphs[number] = graph, buffer.data_ptr()
-        graph, address = self._graphs[number]
-        if address != buffer.data_ptr():
+            self._graphs[bucket] = graph, address
+        graph, captured = self._graphs[bucket]
+        if captured != address:
             raise RuntimeError("a bucket has moved since it was captured")
         graph.replay()

@@ -94,7 +94,7 @@ class Trainer:
         if name in HOOKS:
             make, hook = HOOKS[name]
             self._ddp.register_comm_hook(make(), hook)
-        self._replayed: list[Replayed] = []
+        self._replayed: Replayed | None = None
         begin = self._captures if name.endswith(REPLAYED) else register
         self._compression = echo.compress(self._ddp, method, ranks, begin) if method else None
         if self._compression is not None:
@@ -105,13 +105,14 @@ class Trainer:
         self.numel = sum(each.numel() for each in module.parameters())
 
     def _captures(self, compression: Compression, ddp: DistributedDataParallel) -> None:
-        self._replayed.append(Replayed(compression, ddp))
+        self._replayed = Replayed(compression, ddp)
 
     def replay(self) -> None:
         """From now on replay a captured step, if that is the method."""
-        for each in self._replayed:
-            each.replay()
+        if self._replayed is not None:
+            self._replayed.replay()
             self._compression = None  # which sees no optimizer any more
+            self.steps(1)  # of which one is captured
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -216,7 +217,6 @@ def _begin(name: str, trainers: dict[str, Trainer], training: Training, task: Ta
         trainer = Trainer(training, name, task["ranks"], task["precision"], device, task["bucket_mb"])
         trainer.steps(WARM)
         trainer.replay()
-        trainer.steps(1)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         trainer.steps(2)
