@@ -150,6 +150,7 @@ def check(whole: Whole, root: Path) -> None:
     for line in whole.missing():
         found = whole.measure(line, root)
         print(f"{line.name}: {found['curve'][-1][0]:.0f} batches, {found['seconds'][-1]:.0f} s", flush=True)
+    whole.measure_beside(root)
 
 
 def table(steps: Steps, times: Times, whole: Whole) -> list[list[Map]]:

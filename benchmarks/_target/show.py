@@ -93,11 +93,11 @@ def show(cells: list[Cell], place: int) -> None:
 def show_whole(found: list[Compared]) -> None:
     """Print trainings over a link beside what the map says of them."""
     table = Table(title="whole trainings over a link, and the map")
-    for name in ("method", "batches", "seconds", "on the map", "measured / map"):
+    for name in ("method", "batches", "seconds", "by step times after it", "measured / it", "on the map"):
         table.add_column(name)
     for each in found:
-        times = f"{each.seconds:.0f}", f"{each.composed:.0f}", f"{each.seconds / each.composed:.2f}"
-        table.add_row(each.name, str(each.batches), *times)
+        beside = (f"{each.beside:.0f}", f"{each.seconds / each.beside:.2f}") if each.beside else ("", "")
+        table.add_row(each.name, str(each.batches), f"{each.seconds:.0f}", *beside, f"{each.composed:.0f}")
     Console(width=WIDTH).print(table)
 
 

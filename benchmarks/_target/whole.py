@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from benchmarks._target.methods import Method, methods
 from benchmarks._target.steps import CHOOSING, REPORTED, Cell, Steps, reached
 from benchmarks._target.store import Store, digest
 from benchmarks._target.times import Place, Times, wait_until_idle
+
+Ms = dict[str, float]
+"""Milliseconds of a batch, by row."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,14 @@ class Compared:
         batches: that were trained, to the target if there is one.
         seconds: that they took.
         composed: seconds that the map says.
+        beside: seconds that step times say which were measured after the trainings; None: they were not.
     """
 
     name: str
     batches: int
     seconds: float
     composed: float
+    beside: float | None
 
 
 class Whole:
@@ -68,6 +73,8 @@ class Whole:
         self._check = CHECKS.get(steps.task.name, Check("", ()))
         self._lines = [each for each in methods(steps.task) if each.name in self._check.lines]
         self._place = next((each for each in times.places if each.rate == self._check.link), Place("", 0.0))
+        few = replace(steps.task, lines=self._check.lines, links=(self._place.rate,), round_trips=(0.0,))
+        self._beside = Times(few, store, "whole")  # a machine that others share is slower on some days
 
     def missing(self) -> Iterator[Method]:
         """Yield lines that were not trained.
@@ -97,18 +104,27 @@ class Whole:
         self._store.put(*self._key(line), found)
         return found
 
+    def measure_beside(self, root: Path) -> None:
+        """Measure the lines' step times if they are missing: right after the trainings, the machine is as fast.
+
+        Raises:
+            RuntimeError: see ``measure``.
+        """
+        for place in self._beside.missing() if self._lines else ():
+            self._beside.measure(place, root)
+
     def compared(self) -> list[Compared]:
         """Return the trainings that are done, beside what the map says."""
-        measured = self._times.get(self._place)
+        measured, beside = self._times.get(self._place), self._beside.get(self._place)
         return [
             each
             for line in self._lines
             if measured is not None and self._steps.next_of(line.run) is None
             if (found := self._store.get(*self._key(line))) is not None
-            if (each := self._compare(line, found, measured["ms"])) is not None
+            if (each := self._compare(line, found, measured["ms"], beside and beside["ms"])) is not None
         ]
 
-    def _compare(self, line: Method, found: dict[str, Any], ms: dict[str, float]) -> Compared | None:
+    def _compare(self, line: Method, found: dict[str, Any], ms: Ms, beside: Ms | None) -> Compared | None:
         """Return how long a training took, and how long it was said to take; None if it missed its target."""
         if self._check.batches:
             batches = composed = self._check.batches
@@ -119,7 +135,8 @@ class Whole:
         spent = {int(row[0]): took for row, took in zip(found["curve"], found["seconds"], strict=True)}
         if not batches or not composed:
             return None
-        return Compared(line.name, batches, spent[batches], seconds(line.phases, composed, ms))
+        again = seconds(line.phases, composed, beside) if beside else None
+        return Compared(line.name, batches, spent[batches], seconds(line.phases, composed, ms), again)
 
     def _cell(self, line: Method) -> Cell:
         """Return the training run whose batches the map counts, of the first seed."""

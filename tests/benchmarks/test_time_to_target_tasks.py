@@ -128,7 +128,12 @@ def test_whole_trainings_stand_beside_the_map(tmp_path, monkeypatch, batches, of
     assert all(each["until"] == (None if batches else known.cell("fp16 hook", 0.01, 0).until) for each in told)
     times._store.put(*times._key(times.places[0]), {"ms": dict.fromkeys(methods.rows(), 100.0)})
     for each in found.compared():
-        assert (each.batches, each.composed) == (of[0], pytest.approx(of[1]))
+        assert (each.batches, each.composed, each.beside) == (of[0], pytest.approx(of[1]), None)
         assert each.seconds == pytest.approx(1.1 * of[1])
     assert len(found.compared()) == 2
-    assert json.loads(next(tmp_path.rglob("whole/*.json")).read_text())["settings"]["place"]["rate"] == "10mbit"
+
+    monkeypatch.setattr(Times, "_timed", lambda self, *_: {"ms": dict.fromkeys(self.rows, 110.0)})
+    found.measure_beside(tmp_path)
+    assert [each.beside for each in found.compared()] == [pytest.approx(1.1 * of[1])] * 2
+    assert [each.composed for each in found.compared()] == [pytest.approx(of[1])] * 2
+    assert json.loads(next(tmp_path.rglob("whole/10mbit_ddp*.json")).read_text())["settings"]["place"]["rate"] == "10mbit"
