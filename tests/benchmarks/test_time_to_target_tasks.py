@@ -136,4 +136,5 @@ def test_whole_trainings_stand_beside_the_map(tmp_path, monkeypatch, batches, of
     found.measure_beside(tmp_path)
     assert [each.beside for each in found.compared()] == [pytest.approx(1.1 * of[1])] * 2
     assert [each.composed for each in found.compared()] == [pytest.approx(of[1])] * 2
-    assert json.loads(next(tmp_path.rglob("whole/10mbit_ddp*.json")).read_text())["settings"]["place"]["rate"] == "10mbit"
+    written = json.loads(next(tmp_path.rglob("whole/10mbit_ddp*.json")).read_text())
+    assert written["settings"]["place"]["rate"] == "10mbit"
