@@ -100,7 +100,7 @@ class Steps:
 
         A method that misses the final target with the first seed cannot win, and has no others.
         """
-        cell = self._untried(run)
+        cell = self.untried(run)
         if cell is not None:
             return cell
         if run != DDP and self.so_far(run, 1)[0] is None:
@@ -123,7 +123,7 @@ class Steps:
         best = [self._score(cell.run, rate)[0] for rate in self.tried(cell.run)[:1]]
         return int(min([self.task.most, *best]))
 
-    def _untried(self, run: str) -> Cell | None:
+    def untried(self, run: str) -> Cell | None:
         """Return the run of the next rate to try."""
         cells = [self.cell(run, rate, self.task.seeds[0]) for rate in self.grid(run)]
         return next((each for each in cells if self.get(each) is None), None)
@@ -171,7 +171,7 @@ class Steps:
         Raises:
             ValueError: dense runs are missing.
         """
-        if self._untried(DDP) is not None:
+        if self.untried(DDP) is not None:
             raise ValueError(NO_DENSE)
         rate = self.best_rate(DDP)
         found = [self.get(Cell(DDP, rate, seed)) for seed in self.task.seeds]
@@ -196,7 +196,7 @@ class Steps:
             run: its name.
             place: of the target, 0 for the early one, 1 for the final one.
         """
-        return self.so_far(run, place) if self._untried(run) is None else None
+        return self.so_far(run, place) if self.untried(run) is None else None
 
     def so_far(self, run: str, place: int) -> list[int | None]:
         """Return ``to_target`` of those seeds that are done at the best of the rates that are done."""

@@ -83,7 +83,7 @@ class Whole:
             ValueError: training runs of a line are missing, which say its rate.
         """
         for line in self._lines:
-            if self._steps.next_of(line.run) is not None:
+            if self._steps.untried(line.run) is not None:
                 raise ValueError(f"training runs of {line.name} are missing; --part steps does them first")
             if self._store.get(*self._key(line)) is None:
                 yield line
@@ -119,7 +119,7 @@ class Whole:
         return [
             each
             for line in self._lines
-            if measured is not None and self._steps.next_of(line.run) is None
+            if measured is not None and self._steps.untried(line.run) is None
             if (found := self._store.get(*self._key(line))) is not None
             if (each := self._compare(line, found, measured["ms"], beside and beside["ms"])) is not None
         ]
