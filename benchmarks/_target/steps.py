@@ -124,7 +124,7 @@ class Steps:
         return int(min([self.task.most, *best]))
 
     def untried(self, run: str) -> Cell | None:
-        """Return the run of the next rate to try."""
+        """Return the run of the next rate to try, None if the best one is known."""
         cells = [self.cell(run, rate, self.task.seeds[0]) for rate in self.grid(run)]
         return next((each for each in cells if self.get(each) is None), None)
 

@@ -13,7 +13,7 @@ from benchmarks._target.compose import seconds
 from benchmarks._target.methods import Method, methods
 from benchmarks._target.steps import CHOOSING, REPORTED, Cell, Steps, reached
 from benchmarks._target.store import Store, digest
-from benchmarks._target.times import Place, Times, wait_until_idle
+from benchmarks._target.times import Times, wait_until_idle
 
 Ms = dict[str, float]
 """Milliseconds of a batch, by row."""
@@ -72,9 +72,9 @@ class Whole:
         self._steps, self._times, self._store = steps, times, store
         self._check = CHECKS.get(steps.task.name, Check("", ()))
         self._lines = [each for each in methods(steps.task) if each.name in self._check.lines]
-        self._place = next((each for each in times.places if each.rate == self._check.link), Place("", 0.0))
-        few = replace(steps.task, lines=self._check.lines, links=(self._place.rate,), round_trips=(0.0,))
+        few = replace(steps.task, lines=self._check.lines, links=(self._check.link,), round_trips=(0.0,))
         self._beside = Times(few, store, "whole")  # a machine that others share is slower on some days
+        (self._place,) = self._beside.places
 
     def missing(self) -> Iterator[Method]:
         """Yield lines that were not trained.
@@ -110,8 +110,8 @@ class Whole:
         Raises:
             RuntimeError: see ``measure``.
         """
-        for place in self._beside.missing() if self._lines else ():
-            self._beside.measure(place, root)
+        if self._lines and self._beside.get(self._place) is None:
+            self._beside.measure(self._place, root)
 
     def compared(self) -> list[Compared]:
         """Return the trainings that are done, beside what the map says."""
