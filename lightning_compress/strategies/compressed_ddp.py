@@ -20,7 +20,14 @@ from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
-from lightning_compress.strategies.advice import beside_adam, few_steps, name_ours, untested, warn
+from lightning_compress.strategies.advice import (
+    beside_adam,
+    embeddings_beside_adam,
+    few_steps,
+    name_ours,
+    untested,
+    warn,
+)
 from lightning_compress.strategies.common import CommonMixin, accumulation
 from lightning_compress.strategies.compression import CompressionMixin
 from lightning_compress.strategies.rendezvous import Rendezvous
@@ -83,7 +90,10 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
     def _check_optimizers(self) -> None:
         assert self._compression is not None
         self._compression.stepped_by(self.optimizers)
-        warn(beside_adam(self._compression.settings, self.optimizers) if self.world_size > 1 else "")
+        if self.world_size > 1:
+            settings, module = self._compression.settings, self.lightning_module
+            warn(beside_adam(settings, self.optimizers))
+            warn(embeddings_beside_adam(settings, self.optimizers, module) if module else "")
 
     def _watch_clipping(self) -> None:
         """Check the gradient clipping that a module does itself, such as in manual optimization."""

@@ -25,6 +25,18 @@ class Lines(logging.Handler):
         self.said.append(record.getMessage())
 
 
+class Words(Net):
+    """Looks the pixels up."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.shades = torch.nn.Embedding(17, 64)
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.head(self.shades((8 * images + 8).long()).mean((1, 2, 3)))
+
+
 class Marks(Callback):
     """Writes down when training begins, as a progress bar does."""
 
@@ -163,3 +175,29 @@ def test_what_it_is():
 )
 def test_sizes_are_readable(count, text):
     assert size(count) == text
+
+
+def _embedded(compressor, optimizer, rules):
+    strategy = CompressedDDPStrategy(compressor, rules=rules, find_unused_parameters=True)
+    _, warned = _said(strategy, 3, lambda: Words(optimizer))
+    return [each for each in warned if "embedding" in each]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "optimizer", "rules", "warns"),
+    [
+        ("rotated", "adamw", None, True),
+        ({"name": "rotated", "bits": 8}, "adamw", None, False),
+        ("qsgd", "adamw", None, False),
+        ("rotated", "sgd", None, False),
+        ("rotated", "adamw", [{"kind": "embedding", "compressor": "bf16"}], False),
+    ],
+    ids=str,
+)
+def test_a_rotated_embedding_beside_adam_warns(pools, compressor, optimizer, rules, warns):
+    warned, others = pools[2].run(_embedded, compressor, optimizer, rules)
+    assert len(warned) == warns
+    assert all(
+        "mixes rows of the embedding 'shades.weight'" in each and "'compressor': 'bf16'" in each for each in warned
+    )
+    assert not others
