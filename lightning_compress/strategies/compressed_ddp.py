@@ -89,11 +89,11 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
 
     def _check_optimizers(self) -> None:
         assert self._compression is not None
+        assert self.lightning_module is not None
         self._compression.stepped_by(self.optimizers)
         if self.world_size > 1:
-            settings, module = self._compression.settings, self.lightning_module
-            warn(beside_adam(settings, self.optimizers))
-            warn(embeddings_beside_adam(settings, self.optimizers, module) if module else "")
+            warn(beside_adam(self._compression.settings, self.optimizers))
+            warn(embeddings_beside_adam(self._compression.settings, self.optimizers, self.lightning_module))
 
     def _watch_clipping(self) -> None:
         """Check the gradient clipping that a module does itself, such as in manual optimization."""
