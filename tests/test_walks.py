@@ -140,7 +140,7 @@ def test_a_setting(setting):
 
 
 USED = {
-    "Rotated": 4,
+    "Rotated": 5,
     "BF16": 6,
     "OneBit": 4,
     "EFSign": 4,
