@@ -20,7 +20,7 @@ from lightning_compress.engine.attach import check_setup, compress, say, warn_of
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
 from lightning_compress.planning.decide import keep
-from lightning_compress.strategies.advice import beside_adam, untested, warn
+from lightning_compress.strategies.advice import beside_adam, embeddings_beside_adam, untested, warn
 from lightning_compress.strategies.compression import CompressionMixin
 from lightning_compress.strategies.resume import restore_compression, save_compression
 from lightning_compress.strategies.sidecar import CHOSEN, KEY
@@ -88,7 +88,7 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
         self._models[model] = compression = compress(model, self._settings, self._loss_scale)
         if self.is_global_zero:
             warn_of_epochs(self._settings)
-        self._bind(compression)
+        self._bind(model, compression)
         warn(untested(self.root_device))
         return model
 
@@ -101,18 +101,20 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
         """Set up an optimizer, before or after its model."""
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
-            for compression in self.compressions:
+            for model, compression in self._models.items():
                 if compression.optimizers.owned(optimizer):
-                    self._bind(compression)
+                    self._bind(model, compression)
         return super().setup_optimizer(optimizer)
 
-    def _bind(self, compression: Compression) -> None:
+    def _bind(self, model: DistributedDataParallel, compression: Compression) -> None:
         """Let the compression know its optimizers, and say what runs."""
         own = [optimizer for optimizer in self._optimizers if compression.optimizers.owned(optimizer)]
         compression.stepped_by(own)
         if self.is_global_zero:
             say(compression)
-        warn(beside_adam(compression.settings, own) if self.world_size > 1 else "")
+        if self.world_size > 1:
+            warn(beside_adam(compression.settings, own))
+            warn(embeddings_beside_adam(compression.settings, own, model.module))
 
     def _loss_scale(self) -> torch.Tensor | None:
         return getattr(getattr(self.precision, "scaler", None), "_scale", None)

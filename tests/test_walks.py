@@ -140,7 +140,8 @@ def test_a_setting(setting):
 
 
 USED = {
-    "Rotated": 5,
+    "Rotated": 4,
+    "QSGD": 3,
     "BF16": 6,
     "OneBit": 4,
     "EFSign": 4,

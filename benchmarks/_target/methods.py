@@ -18,11 +18,11 @@ AUTO = "auto"
 OF_AUTO = {
     "none": DDP,
     "bf16": "our bf16",
-    "rotated (bits 8)": "rotated 8",
-    "rotated (bits 4)": "rotated 4",
+    "qsgd (bits 8)": "qsgd 8",
+    "qsgd (bits 4)": "qsgd 4",
 }
 """Whose training ``auto`` repeats, by the name of what it chose for a link."""
-NEAR_LOSSLESS = ("DDP 1 MB", DENSE, "our bf16", "rotated 8", "rotated 4")
+NEAR_LOSSLESS = ("DDP 1 MB", DENSE, "our bf16", "qsgd 8", "qsgd 4", "rotated 8", "rotated 4")
 """What ``auto`` is compared with: what a user could have named in its place."""
 CAPS, POWERS, ACCUMULATED, POST_LOCAL = (1, 5, 25, 100), (1, 4, 32), (2, 4, 8), (8, 16)
 HOOKS = ("fp16 hook", "bf16 hook", *(f"PowerSGD hook {rank}" for rank in POWERS))
@@ -70,6 +70,7 @@ ALIKE: dict[str, Run] = {
     **{f"accumulation {every}, fp16": _shipped(hook="fp16", every=every) for every in ACCUMULATED},
     "plain DiLoCo 30": {"by": "ours", "settings": LOCAL["diloco 30"]},
     "our bf16": _ours("bf16"),
+    **{f"qsgd {bits}": _ours({"name": "qsgd", "bits": bits}) for bits in (8, 4)},
     **{f"rotated {bits}": _ours({"name": "rotated", "bits": bits}) for bits in (8, 4, 3)},
     "powersgd 4": _ours({"name": "powersgd", "rank": 4}),
     "local SGD 8, rotated 4": {"by": "ours", "settings": {"rounds": Rounds(8), **AVERAGE, "compressor": ROTATED}},

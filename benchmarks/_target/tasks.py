@@ -73,7 +73,10 @@ TASKS = {
         "b",
         "Transformer, 16 M parameters, Adam",
         "translation:Translation",
-        ("DDP 25 MB", "fp16 hook", "PowerSGD hook 4", "rotated 4", "onebit", "DiLoCo 30, rotated 4"),
+        (
+            *("DDP 25 MB", "fp16 hook", "PowerSGD hook 4", "qsgd 4", "rotated 4", "onebit"),
+            *("local SGD 8, rotated 4", "DiLoCo 30, rotated 4"),
+        ),
         rates=(1e-3,),
         seeds=(0, 1),
         links=FAST,

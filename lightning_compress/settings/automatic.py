@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from lightning_compress.codecs import BF16, CODECS, Codec, Dense, Rotated
+from lightning_compress.codecs import BF16, CODECS, QSGD, Codec, Dense
 from lightning_compress.core.registry import describe
 from lightning_compress.exchanges.nodes import Cluster
 
@@ -19,7 +19,7 @@ float32 is the safe choice."""
 
 @dataclass(frozen=True)
 class Automatic:
-    """Pick ``none``, ``bf16``, or ``rotated`` with 8 or 4 bits, by the link, the codecs' speeds and the model.
+    """Pick ``none``, ``bf16``, or ``qsgd`` with 8 or 4 bits, by the link, the codecs' speeds and the model.
 
     In our runs these lose almost nothing with Adam or SGD (docs/results/accuracy.md), and they need no error feedback.
 
@@ -42,7 +42,7 @@ class Automatic:
 
     gain: float = 0.1
 
-    candidates: ClassVar[tuple[Codec, ...]] = (Dense(), BF16(), Rotated(bits=8), Rotated(bits=4))
+    candidates: ClassVar[tuple[Codec, ...]] = (Dense(), BF16(), QSGD(bits=8), QSGD(bits=4))
     """From safe to coarse."""
 
     def __post_init__(self) -> None:

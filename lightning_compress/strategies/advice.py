@@ -46,7 +46,7 @@ def beside_adam(settings: RunState, optimizers: Iterable[object]) -> str:
     measured = "may raise the loss; we have not measured it" if lost is None else f"raised the loss by {lost:g} %"
     return (
         f"{label(coarse[0])} with {adaptive[0]} {measured}{' in our runs' * (lost is not None)}. Use "
-        f"compressor='rotated' (+{LOSS['rotated', 'adam']['none']:g} %), or for fewer bits "
+        f"compressor='qsgd' (+{LOSS['qsgd', 'adam']['none']:g} %), or for fewer bits "
         "LocalSGDStrategy(sync_every=8, compressor='rotated') (+1.9 %): see 'Which compressor with which optimizer' in "
         "docs/results/accuracy.md"
     )

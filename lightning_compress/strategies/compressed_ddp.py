@@ -242,8 +242,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
 
     Args:
         compressor: Which compressor to use: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``) or
-            an object; default ``"auto"``. ``"auto"`` measures the link and picks float32, ``bf16``, ``rotated`` 8 bits
-            or ``rotated`` 4 bits, which are safe with any optimizer and in short runs (``Automatic``). A compressor
+            an object; default ``"auto"``. ``"auto"`` measures the link and picks float32, ``bf16``, ``qsgd`` 8 bits
+            or ``qsgd`` 4 bits, which are safe with any optimizer and in short runs (``Automatic``). A compressor
             that you name always runs. Which stronger ones suit your optimizer and length of run: docs/choose.md.
         exchange: How messages travel between the ranks: a name, a mapping or an object; default ``"auto"``. ``"auto"``
             measures the link once and picks the pattern that is fastest by a cost model (``Auto``).

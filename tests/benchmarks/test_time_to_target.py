@@ -196,10 +196,10 @@ def test_a_miss_counts_to_the_end_and_never_wins():
 
 
 def test_auto_is_held_against_what_could_be_named():
-    ms = {"DDP 25 MB": 100.0, "rotated 4": 30.0, methods.AUTO: 33.0}
-    named = [methods.Method(name, "ours", run, ((0, name),)) for name, run in (("rotated 4", "rotated 4"),)]
+    ms = {"DDP 25 MB": 100.0, "qsgd 4": 30.0, methods.AUTO: 33.0}
+    named = [methods.Method(name, "ours", run, ((0, name),)) for name, run in (("qsgd 4", "qsgd 4"),)]
     dense = methods.Method("DDP 25 MB", "theirs", methods.DDP, ((0, "DDP 25 MB"),))
-    for chosen, hand in (("rotated (bits 4)", 1.0), ("rotated (bits 8)", 1.1)):
+    for chosen, hand in (("qsgd (bits 4)", 1.0), ("qsgd (bits 8)", 1.1)):
         auto = methods.auto_method(chosen)
         entries = tuple(entry(TASK, each, [10], ms, 1.0) for each in (*named, dense, auto))
         assert Cell(PLACE, 1.0, entries, ()).of_auto() == pytest.approx({"hand": hand, "ddp": 0.33})

@@ -1,5 +1,6 @@
 """``Fabric(strategy=...)``: what a Trainer sends and ends with, no_backward_sync, clipping, checkpoints."""
 
+import warnings
 from functools import partial
 
 import numpy as np
@@ -140,6 +141,24 @@ def _apart():
 def test_set_up_apart(pools):
     for together, apart in pools[2].run(_apart):
         assert np.array_equal(together, apart)
+
+
+def _warned():
+    """What Fabric warns of where Adam steps a rotated embedding, and the optimizer comes after the model."""
+    fabric = launched(CompressedDDPStrategy("rotated"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = fabric.setup_module(nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 8)))
+        before = len([each for each in caught if "embedding" in str(each.message)])
+        fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+    return before, [str(each.message) for each in caught if "embedding" in str(each.message)]
+
+
+def test_a_rotated_embedding_beside_adam_warns(pools):
+    (before, (said,)), others = pools[2].run(_warned)
+    assert before == 0
+    assert "mixes rows of the embedding '0.weight'" in said
+    assert others == (0, [])
 
 
 def _resumed(folder, settings, steps=6, apart=3):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach
-from lightning_compress.codecs import BF16, Dense, Rotated
+from lightning_compress.codecs import BF16, QSGD, Dense
 from lightning_compress.collectives import LocalCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.planning import decide as decisions
@@ -39,7 +39,7 @@ from tests.test_laws import CPU, DENSE, LARGE, group_plan
 
 ON_ONE_MACHINE = decisions.on_one_machine
 FAST, SLOW = Link(1e-6, 1e12), Link(1e-6, 1e7)
-BITS4, BITS8 = Rotated(bits=4), Rotated(bits=8)
+BITS4, BITS8 = QSGD(bits=4), QSGD(bits=8)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_the_link_decides(ranks, link, codec):
 
 def test_the_codec_decides(monkeypatch):
     monkeypatch.setattr(probe, "time_link", lambda collective, device: SLOW)
-    slow = {"Rotated": Speeds(1e-6, 1e-6)}
+    slow = {"QSGD": Speeds(1e-6, 1e-6)}
     monkeypatch.setattr(probe, "time_codec", lambda codec, device, crowd: slow.get(type(codec).__name__, COPIES))
     assert decided(4) == BF16()
 
@@ -300,7 +300,7 @@ def test_labels():
     assert label(RunState.of({"name": "topk", "density": 0.2, "indices": "rice"}).compressor) == (
         "topk (density 0.2, indices rice)"
     )
-    assert label(BITS8) == "rotated (bits 8)"
+    assert label(BITS8) == "qsgd (bits 8)"
     assert label(BF16()) == "bf16"
 
 
@@ -361,7 +361,7 @@ def test_float32_is_left_to_ddp(pools, size):
         active, hooks, ratio, refused, summary = found["slow"]
         assert (active, hooks, refused) == (True, 1, "")
         assert ratio > 5
-        assert summary.startswith("rotated (bits 4) by all_gather, ")
+        assert summary.startswith("qsgd (bits 4) by all_gather, ")
         active, hooks, ratio, refused, summary = found["fast"]
         assert (active, hooks, ratio) == (False, 0, 1.0)
         assert "compressor='auto', which chose float32 here and leaves" in refused
@@ -477,9 +477,9 @@ def test_a_resumed_fit_goes_on_with_it(pools, tmp_path):
         assert same
         assert not warned
         if rank == 0:
-            assert lines[0].startswith("lightning_compress: rotated (bits 4) by all_gather, ")
+            assert lines[0].startswith("lightning_compress: qsgd (bits 4) by all_gather, ")
             assert subjects(lines[1:]) == FIGURES
-            assert hparams["lightning_compress/compressor"] == "rotated (bits 4)"
+            assert hparams["lightning_compress/compressor"] == "qsgd (bits 4)"
 
 
 def test_a_resumed_fit_elsewhere_chooses_anew(pools, tmp_path):
