@@ -158,7 +158,7 @@ def test_commands(hosts, launch):
         shows("\n".join(outputs), shown)
     if "train.py" in scripts[0]:
         assert len(set(digests(outputs))) == 1
-        assert "by all_gather, 7.7 x fewer bytes" in outputs[0]
+        assert "by all_gather, 7.8 x fewer bytes" in outputs[0]
     if scripts[0].endswith(" link\n"):
         assert 50 < float(re.search(r"(\d+) Mbit/s", outputs[0])[1]) <= 110
 
