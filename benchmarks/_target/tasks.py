@@ -75,7 +75,7 @@ TASKS = {
         "translation:Translation",
         (
             *("DDP 25 MB", "fp16 hook", "PowerSGD hook 4", "qsgd 4", "rotated 4", "onebit"),
-            *("local SGD 8, rotated 4", "DiLoCo 30, rotated 4"),
+            "DiLoCo 30, rotated 4",
         ),
         rates=(1e-3,),
         seeds=(0, 1),
