@@ -59,6 +59,12 @@ def test_quality_follows_the_optimizer():
     assert rows["adamw"]["DDP, 4 batches accumulated"] is None
 
 
+@pytest.mark.parametrize(("optimizer", "says"), [("sgd", False), ("adam", True), ("adamw", True)])
+def test_with_adam_it_says_what_embeddings_take(capsys, optimizer, says):
+    text = said(capsys, f"advise --params 12.5e6 --ranks 4 --gbit 0.1 --compute-ms 50 --optimizer {optimizer}")
+    assert ('With a large embedding write "qsgd"' in " ".join(text.split())) == says
+
+
 def test_accumulation_and_local_steps_share_an_exchange():
     rows = {row.method: row for row in advise.predicted(MODEL, 2, Link(1e-4, 1e6), 10.0, "sgd")}
     dense, accumulated = rows["float32 (DDP)"], rows["DDP, 4 batches accumulated"]
