@@ -70,8 +70,8 @@ def test_a_second_start_does_nothing(tmp_path, monkeypatch, capfd):
     assert time_to_target.train(again, tmp_path, time_to_target.Clock(None)) == 0
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_runs_of_earlier_code_are_kept_if_they_begin_alike(known, tmp_path, monkeypatch, same):
+@pytest.mark.parametrize(("more", "same"), [(0.0, True), (0.001, True), (0.01, False)])
+def test_runs_of_earlier_code_are_kept_if_they_begin_alike(known, tmp_path, monkeypatch, more, same):
     write_text(tmp_path)
     files = {path: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
     monkeypatch.setattr(steps, "digest", lambda *modules: "today's")
@@ -80,9 +80,7 @@ def test_runs_of_earlier_code_are_kept_if_they_begin_alike(known, tmp_path, monk
     def run_ranks(task, data, run, rate, seed, batches, until, patience):
         started.append((run["by"], rate, seed, batches))
         slow = 2.0 if rate != 0.01 else 0.0 if run is TWO[methods.DDP] or seed == 0 else 1.0
-        rows = [
-            [batch, 4 - batch / 10 + slow, 5 - batch / 10 + slow + (not same)] for batch in range(4, batches + 1, 4)
-        ]
+        rows = [[batch, 4 - batch / 10 + slow, 5 - batch / 10 + slow + more] for batch in range(4, batches + 1, 4)]
         return {"curve": rows, "finite": True, "seconds": 2.0}
 
     monkeypatch.setattr(time_to_target, "run_ranks", run_ranks)
