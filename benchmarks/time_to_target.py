@@ -35,6 +35,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from benchmarks._target.compose import Cell as Map
 from benchmarks._target.compose import compose
 from benchmarks._target.launch import run_ranks
 from benchmarks._target.show import TARGETS, draw, show, show_steps, show_whole, write_csv
-from benchmarks._target.steps import Cell, Steps
+from benchmarks._target.steps import Cell, Curve, Steps
 from benchmarks._target.store import FOLDER, Store
 from benchmarks._target.tasks import TASKS
 from benchmarks._target.times import GUESS_S, Times
@@ -57,7 +58,7 @@ GUESS_BATCH_S = 0.3
 """Seconds of a batch of all ranks, as long as none was timed."""
 DENSE_START = 10
 """The share of the budget in which some methods begin dense: a tenth. What is repeated goes on for two evaluations."""
-SAME = 1e-3
+ROUNDING = 1e-3
 """Share by which losses of the repeated beginning may differ: they differ by 0.07 % between two machines."""
 
 
@@ -122,17 +123,16 @@ def _kept(steps: Steps, cell: Cell, data: Data, repeated: dict[tuple[str, str], 
     if (cell.run, digest) not in repeated:
         batches = steps.task.budget // DENSE_START + 2 * steps.task.every
         again = run_ranks(steps.task, data, steps.runs[cell.run], cell.rate, cell.seed, batches, None, batches)["curve"]
-        same = repeated[cell.run, digest] = _alike(again, found["curve"])
+        same = repeated[cell.run, digest] = _begins_alike(again, found["curve"])
         print(f"{cell.name}: {'the same' if same else 'not the same'} by the code of today", flush=True)
     return found if repeated[cell.run, digest] else None
 
 
-def _alike(again: list[list[float]], earlier: list[list[float]]) -> bool:
+def _begins_alike(again: Curve, earlier: Curve) -> bool:
     """Return whether an earlier curve begins as what was repeated of it."""
-    pairs = list(zip(again, earlier, strict=False))
-    return 0 < len(again) == len(pairs) and all(
-        math.isclose(one, other, rel_tol=SAME) for rows in pairs for one, other in zip(*rows, strict=True)
-    )
+    begun = earlier[: len(again)]
+    pairs = zip(chain(*again), chain(*begun), strict=False)
+    return 0 < len(again) == len(begun) and all(math.isclose(*pair, rel_tol=ROUNDING) for pair in pairs)
 
 
 def _next(steps: Steps, failed: set[Cell]) -> Cell | None:

@@ -20,7 +20,7 @@ from lightning_compress.engine.attach import check_setup, compress, say, warn_of
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
 from lightning_compress.planning.decide import keep
-from lightning_compress.strategies.advice import beside_adam, embeddings_beside_adam, untested, warn
+from lightning_compress.strategies.advice import untested, warn, warn_beside_adam
 from lightning_compress.strategies.compression import CompressionMixin
 from lightning_compress.strategies.resume import restore_compression, save_compression
 from lightning_compress.strategies.sidecar import CHOSEN, KEY
@@ -113,8 +113,7 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
         if self.is_global_zero:
             say(compression)
         if self.world_size > 1:
-            warn(beside_adam(compression.settings, own))
-            warn(embeddings_beside_adam(compression.settings, own, model.module))
+            warn_beside_adam(compression.settings, own, model.module)
 
     def _loss_scale(self) -> torch.Tensor | None:
         return getattr(getattr(self.precision, "scaler", None), "_scale", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -36,7 +36,13 @@ def untested(device: torch.device) -> str:
     )
 
 
-def beside_adam(settings: RunState, optimizers: Iterable[object]) -> str:
+def warn_beside_adam(settings: RunState, optimizers: Collection[object], module: nn.Module) -> None:
+    """Warn on rank 0 if an Adam-like optimizer steps parameters whose method costs accuracy beside it."""
+    warn(_coarse_beside_adam(settings, optimizers))
+    warn(_embeddings_beside_adam(settings, optimizers, module))
+
+
+def _coarse_beside_adam(settings: RunState, optimizers: Iterable[object]) -> str:
     """Return a warning about a coarse method whose parameters an Adam-like optimizer steps, or nothing."""
     adaptive = [type(each).__name__ for each in optimizers if kind_of([each]) == "adam"]
     coarse = [method for method in settings.methods if not method.safe_with_adam]
@@ -52,7 +58,7 @@ def beside_adam(settings: RunState, optimizers: Iterable[object]) -> str:
     )
 
 
-def embeddings_beside_adam(settings: RunState, optimizers: Iterable[object], module: nn.Module) -> str:
+def _embeddings_beside_adam(settings: RunState, optimizers: Iterable[object], module: nn.Module) -> str:
     """Return a warning if an embedding is rotated and an Adam-like optimizer steps it, or nothing.
 
     A rotation gives all elements of a block an error of the same size, rare rows the same as frequent ones. Adam

@@ -20,14 +20,7 @@ from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
-from lightning_compress.strategies.advice import (
-    beside_adam,
-    embeddings_beside_adam,
-    few_steps,
-    name_ours,
-    untested,
-    warn,
-)
+from lightning_compress.strategies.advice import few_steps, name_ours, untested, warn, warn_beside_adam
 from lightning_compress.strategies.common import CommonMixin, accumulation
 from lightning_compress.strategies.compression import CompressionMixin
 from lightning_compress.strategies.rendezvous import Rendezvous
@@ -92,8 +85,7 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         assert self.lightning_module is not None
         self._compression.stepped_by(self.optimizers)
         if self.world_size > 1:
-            warn(beside_adam(self._compression.settings, self.optimizers))
-            warn(embeddings_beside_adam(self._compression.settings, self.optimizers, self.lightning_module))
+            warn_beside_adam(self._compression.settings, self.optimizers, self.lightning_module)
 
     def _watch_clipping(self) -> None:
         """Check the gradient clipping that a module does itself, such as in manual optimization."""
