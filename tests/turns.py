@@ -31,7 +31,6 @@ EVERY = {
     "engine/test_delayed.py::test_every_codec_trains_nearly_as_well": 3,
     "engine/test_groups.py::test_what_is_dense_is_sent_in_its_own_dtype": 3,
     "engine/test_staggered.py::test_nothing_is_lost": 3,
-    "engine/test_staggered.py::test_several_backwards_in_a_training_step": 3,
     "engine/test_staggered.py::test_training_in_lightning": 2,
     "engine/test_unused.py": 2,
     "exchanges/test_prices.py": 3,

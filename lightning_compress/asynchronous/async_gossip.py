@@ -153,6 +153,7 @@ class AsyncGossip(Synchroniser):
 
     def _rebase(self) -> None:
         """See ``Synchroniser``; nothing has moved yet."""
+        self._furthest = self.attempts
 
     def before_step(self, optimizer: Optimizer, scaled: bool = False) -> None:
         """See ``Synchroniser``: from here on the optimizer changes the parameters, and nobody reads them."""
@@ -232,12 +233,16 @@ class AsyncGossip(Synchroniser):
 
     def _settle(self) -> None:
         """Apply what neighbours have moved; nobody asks any more. Collective."""
-        most = torch.tensor([self.attempts])
         with self._named():
             self._method.settle(self._look)
             self.paused = True
-            with errors.explained("meeting the others", self.ranks.rank):
-                self._apart.all_reduce(most, "max")
+            self._meet_furthest()
+
+    def _meet_furthest(self) -> None:
+        """Ask all ranks for their steps. Collective."""
+        most = torch.tensor([self.attempts])
+        with errors.explained("meeting the others", self.ranks.rank):
+            self._apart.all_reduce(most, "max")
         self._furthest = int(most)
 
     def resume(self) -> None:
@@ -285,7 +290,7 @@ class AsyncGossip(Synchroniser):
 
     def furthest(self) -> int:
         """See ``Synchroniser``: the largest number where the ranks have met last."""
-        return self._furthest
+        return self._furthest if self.ranks.size > 1 else self.attempts
 
     def finish(self) -> None:
         """See ``Synchroniser``: all ranks get the exact mean."""
@@ -326,6 +331,7 @@ class AsyncGossip(Synchroniser):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ``Synchroniser``. The run after it is another one: what ranks ask, and when, is never the same."""
         self.attempts = state["attempts"]
+        self._meet_furthest()
         self._method.load_state_dict(state["method"])
 
     @property

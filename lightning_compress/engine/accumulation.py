@@ -74,9 +74,7 @@ class Passes:
         for name in self.open - self._hooks.keys():
             if (parameter := self._parameter(name)) is not None:
                 self.patience = _PATIENCE
-                with torch.enable_grad():  # a hook of the tensor would be called by torch.autograd.grad, too
-                    node: Any = parameter.view_as(parameter).grad_fn
-                accumulates = node.next_functions[0][0]
+                accumulates = _accumulates(parameter)
                 self._hooks[name] = accumulates.register_prehook(partial(self._look, name)), accumulates
 
     def _look(self, name: str, _: object) -> None:
@@ -98,9 +96,9 @@ class Passes:
             return True
         if parameter.grad is None:
             return False
-        if name not in self._zero:
-            return True
-        holds = parameter.grad.any() | self._zero[name]
+        holds = parameter.grad.any()
+        if name in self._zero:  # else it is not known, and zeros are rather from zero_grad() than from a method
+            holds = holds | self._zero[name]
         return bool(holds) if holds.device.type == "cpu" else holds
 
     def _parameter(self, name: str) -> Tensor | None:
@@ -201,7 +199,7 @@ class Passes:
             parameter = self._parameter(name) if name in left_out and name in self._no_means else None
             grad = None if parameter is None else parameter.grad
             if grad is not None and grad.data_ptr() != output.data_ptr():
-                grad.copy_(output)
+                _in_memory(grad).copy_(_in_memory(output))
 
     def end(self, names: set[str], first: bool = True) -> set[str]:
         """End the step of these parameters after their optimizer stepped.
@@ -245,6 +243,24 @@ class Passes:
         self._unhook()
         self._totals.clear()
         self._zero.clear()
+
+
+def _accumulates(parameter: Tensor) -> Any:
+    """Return the node of the graph that adds up a parameter's gradient, also while it is frozen.
+
+    A hook of the node, because torch.autograd.grad would call one of the tensor, too.
+    """
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    with torch.enable_grad():
+        node: Any = parameter.view_as(parameter).grad_fn
+    parameter.requires_grad_(trained)
+    return node.next_functions[0][0]
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Return the elements as they lie in memory: a bucket has them so, whatever the gradient's strides are."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 class FiniteGuard:

@@ -163,7 +163,8 @@ def compress(
     settings = decide(settings.bound(kinds_of(ddp.module)), parameters, world, kept)
     alone = collective.size == 1 and not settings.works_alone
     idle = alone or settings.plain
-    separate = not alone and not (idle and settings.chosen is None) and device.type == "cpu"  # see hook.ThreadHook
+    may_average = not alone and not (idle and settings.chosen is None)  # now, or once a state is loaded
+    separate = may_average and device.type == "cpu"  # see hook.ThreadHook
     transports = _transports(ddp, sum(each.nbytes for _, each in parameters)) if separate else []
     first, *beside = transports or [collective]
     unused = ddp.find_unused_parameters or ddp.static_graph
@@ -197,7 +198,7 @@ def compress(
     def loaded() -> None:
         """Switch to what the loaded state runs."""
         runs, ddp = compression.next_settings, model()
-        if ddp and counting and transports and not (compression.active or (runs.plain and not runs.error_feedback)):
+        if ddp and counting and may_average and not (compression.active or (runs.plain and not runs.error_feedback)):
             counting()
             hook.register(compression, ddp, transports, on_cpu)
         compression.run_summary = run_summary(runs, parameters, world)

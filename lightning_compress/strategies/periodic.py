@@ -116,7 +116,7 @@ class PeriodicMixin(CommonMixin):
         self._shared = None
         self.rendezvous.compare_batches()
         self.rendezvous.signals.watch_clocks()
-        if not self.attempts:
+        if not self.synchroniser.furthest():
             self.synchroniser.rebase(0)  # hooks may have loaded another model
         rank_zero_info(f"lightning_compress: {self.synchroniser.summary}")
         warn(short_round(self.synchroniser, self._trainer.estimated_stepping_batches))
@@ -194,7 +194,7 @@ class PeriodicMixin(CommonMixin):
         if self._fitting:
             with suppress(ValueError):  # after another error
                 self._swap_back()
-            unfinished = self._started and self.attempts and not (self._ended or self.gives_up)
+            unfinished = self._started and self.synchroniser.furthest() and not (self._ended or self.gives_up)
             if unfinished:  # resumed at the end of an earlier run, with no step left
                 self._finish()
             self._fitting = False

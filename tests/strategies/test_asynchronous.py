@@ -193,6 +193,38 @@ def test_sigterm_of_one_rank_ends_all_and_each_goes_on_from_its_step(pools, tmp_
         assert 1 <= step == again
 
 
+class Late(Validated):
+    """Rank 1 is still in its first batch when others have stepped."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(2.0 if dist.get_rank() == 1 and batch_idx == 0 else 0.0)
+        return super().training_step(batch, batch_idx)
+
+
+class SavesAnyway(Terminated):
+    """A ModelCheckpoint writes nothing on a rank that has not stepped."""
+
+    def on_exception(self, trainer, module, exception):
+        super().on_exception(trainer, module, exception)
+        trainer.save_checkpoint(f"{self.folder}/stopped.ckpt")
+
+
+def _stops_early(folder):
+    terminated, again = SavesAnyway(0), Saves()
+    terminated.folder = folder
+    options = {"epochs": 1, "accumulate_grad_batches": 2}
+    with pytest.raises(SIGTERMException):
+        fit(AsyncGossipStrategy(), Late, [terminated], **options)
+    fit(AsyncGossipStrategy(strict_state=True), Validated, [again], f"{folder}/stopped.ckpt", **options)
+    return terminated.ended[1], again.began[1]
+
+
+def test_a_run_goes_on_that_ended_before_the_first_step_of_a_slow_rank(pools, tmp_path):
+    ranks = pools[3].run(_stops_early, str(tmp_path))
+    assert all(step == again for step, again in ranks)
+    assert ranks[1][0] == 0 < ranks[0][0]
+
+
 def _dies(told, rank, step, number):
     class Dies(Slow):
         def on_train_batch_start(self, batch, batch_idx):
