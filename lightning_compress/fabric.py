@@ -122,8 +122,10 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
         """Step; ``optimizer`` may be any object with an optimizer's methods."""
         if isinstance(optimizer, Optimizer):
             return super().optimizer_step(optimizer, **kwargs)
-        with notifying(optimizer, kwargs.get("closure", lambda: None)) as closure:
-            return super().optimizer_step(optimizer, **kwargs | {"closure": closure})
+        closure: Any = kwargs.pop("closure", None)
+        with notifying(optimizer, closure) as changed:
+            given = {} if changed is None else {"closure": changed}  # a GradScaler takes no closure
+            return super().optimizer_step(optimizer, **kwargs, **given)
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, *args: Any, **kwargs: Any

@@ -104,7 +104,7 @@ class WandbLogger(loggers.WandbLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log figures, and how far the run is."""
         try:
-            super().log_metrics({**self.so_far, **metrics}, step)
+            super().log_metrics({**metrics, **self.so_far}, step)  # a monitor counts from the resumption
         except Exception as error:  # a table asks the server for its name; numbers never do
             if self.experiment.offline:
                 raise

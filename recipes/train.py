@@ -92,7 +92,7 @@ def callbacks(cfg: DictConfig, trainer: Trainer) -> list[Any]:
     """Those beside the trainer's own, which a command line may replace."""
     chosen = [config.build(cfg[group]) for group in ("backward", "minibatch") if cfg.get(group)]
     watching = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
-    return [*chosen, Recorder(), Outlasted.of(cfg), *([Portrait()] if watching else [])]
+    return [Recorder(), *chosen, Outlasted.of(cfg), *([Portrait()] if watching else [])]
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

@@ -65,8 +65,14 @@ class MePropMixin:
             ValueError: they cannot be changed; on every rank.
         """
         self._trainer, self._ranks, self._scale = trainer, trainer.world_size, None
+        if self.share and "AsyncGossipMixin" in (kind.__name__ for kind in type(trainer.strategy).__mro__):
+            raise ValueError(
+                "share=True: the ranks choose outputs together in each backward pass, and in asynchronous gossip they "
+                "have different numbers of them; use share=False, or GossipStrategy"
+            )
         if (self.share or self.memory) and torch.distributed.is_initialized() and trainer.world_size > 1:
-            self._group = torch.distributed.new_group()  # apart from DDP's own traffic
+            timeout = getattr(trainer.strategy, "_timeout", None)
+            self._group = torch.distributed.new_group(timeout=timeout)  # apart from DDP's own traffic
         group = self._group if self.share else None
         self.layers = enable(pl_module, self.k, skip=self.skip, memory=self.memory, group=group, **self._options)
         self._try_schedule(pl_module)
@@ -100,14 +106,19 @@ class MePropMixin:
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the model."""
-        disable(pl_module)
+        self._disable(pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the model."""
-        disable(pl_module)
+        self._disable(pl_module)
         if self._group is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(self._group)
         self._group = self._trainer = None
+
+    def _disable(self, module: Any) -> None:
+        disable(module)
+        for sparsity in self.layers.values():
+            sparsity.gradients.clear()  # as large as the weights
 
     def state_dict(self) -> dict[str, Any]:
         """Return every rank's memory. A collective call, unless training is being aborted.
@@ -146,6 +157,8 @@ class MePropMixin:
             rank_zero_warn("MeProp: the checkpoint was saved in a hurry and has no memory of ranks other than 0")
         same = len(ranks) == trainer.world_size
         own = (ranks[trainer.global_rank] or {}) if same else _mean([each or {} for each in ranks])
+        for each in self.layers.values():
+            each.memory = None  # a LearningRateFinder may have filled it
         for layer, named in own.items() if self.memory else ():
             sparsity = self.layers.get(layer)
             if sparsity is None or named[""].numel() != sparsity.width:

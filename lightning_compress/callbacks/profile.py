@@ -25,12 +25,14 @@ class ProfileMixin:
         self._ends: list[float] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Raise if several processes train: their steps would include communication."""
+        """Make the folder; raise if several processes train: their steps would include communication."""
         if stage == "fit" and trainer.world_size > 1:
             raise ValueError(
                 f"StepProfile measures computing alone, and {trainer.world_size} processes also communicate: train on "
                 "one, with Trainer(devices=1, num_nodes=1)"
             )
+        if stage == "fit":
+            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to measure."""
@@ -52,7 +54,7 @@ class ProfileMixin:
         ends = self._ends[min(self.warm, len(self._ends) - 2) :]
         steps = [1e3 * (end - start) for start, end in pairwise(ends)]
         trained = [(name, list(each.shape)) for name, each in module.named_parameters() if each.requires_grad]
-        optimizer = kind_of(trainer.optimizers) or "sgd"
+        optimizer = kind_of(trainer.optimizers) or "adam"  # the costlier of what was measured
         found = {"compute_ms": statistics.median(steps), "optimizer": optimizer, "parameters": trained}
         self.path.write_text(json.dumps(found))
 

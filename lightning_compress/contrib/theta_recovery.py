@@ -103,13 +103,18 @@ class RecoveryMixin:
         """Check before training that strategy and compressor have the setting.
 
         Raises:
-            ValueError: they have not, or one of ``values`` is not allowed.
+            ValueError: they have not, one of ``values`` is not allowed, or ``bound`` meets a delay.
         """
         if stage != "fit":
             return
         settings = getattr(trainer.strategy, "_settings", None)
         if settings is None or not wraps_model(trainer.strategy):
             raise ValueError(f"ThetaRecovery needs a CompressedDDPStrategy, not {type(trainer.strategy).__name__}")
+        if self.bound is not None and settings.options.delay:
+            raise ValueError(
+                f"ThetaRecovery(bound={self.bound}): with delay={settings.options.delay} the error of a step is known "
+                "sooner on some ranks than on others, and they would wait for each other; use monitor, or delay=0"
+            )
         for value in self.values or (getattr(settings.compressor, self.setting, None),):
             settings.retuned(None, {self.setting: value})
 

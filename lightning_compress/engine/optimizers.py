@@ -190,7 +190,7 @@ def notifying(optimizer: Any, closure: Callable[[], Any]) -> Iterator[Callable[[
 
     Args:
         optimizer: has ``param_groups`` and ``state``; it steps inside the context.
-        closure: computes the gradients.
+        closure: computes the gradients; None if they are there.
 
     Yields:
         the closure to pass to the step instead.

@@ -42,7 +42,11 @@ class Outlasted(Callback):
     @classmethod
     def of(cls, cfg: DictConfig) -> Outlasted:
         """The phases of a composed config."""
-        return cls({name: steps for name in PHASES if (steps := OmegaConf.select(cfg, name))})
+        phases = {name: steps for name in PHASES if (steps := OmegaConf.select(cfg, name))}
+        every = OmegaConf.select(cfg, "strategy.sync_every")
+        if every and (rounds := phases.get("strategy.warmup_steps")):  # local steps have rounds, after the first phase
+            phases["strategy.warmup_steps"] = phases.get("strategy.averaged_steps", 0) + rounds * every
+        return cls(phases)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn."""
@@ -50,8 +54,8 @@ class Outlasted(Callback):
         for name, steps in self.phases.items() if trainer.world_size > 1 else ():
             if steps >= total:
                 rank_zero_warn(
-                    f"{name}={steps}: the run ends after {total} steps, and what is to follow never begins; "
-                    "lower it, or train longer"
+                    f"{name}: the first phase has {steps} steps and the run {total}, so what is to follow never "
+                    "begins; lower it, or train longer"
                 )
 
 

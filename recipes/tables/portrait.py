@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_compress import GossipStrategy, compare
+from lightning_compress import AsyncGossipStrategy, GossipStrategy, compare
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
@@ -89,7 +89,7 @@ class Portrait(Callback):
         shapes = {name: tuple(each.shape) for name, each in pl_module.named_parameters()}
         drawn = curves(shown, rules.method if rules is not None else None)
         for logger in found:
-            if not isinstance(trainer.strategy, GossipStrategy):  # which sends models
+            if not isinstance(trainer.strategy, GossipStrategy | AsyncGossipStrategy):  # which sends models
                 rows = layers(shown, shapes, rules, trainer.world_size)
                 logger.log_table("comm/layers", columns=COLUMNS, data=rows)
             logger.log_image("comm/error_vs_bits", [picture(drawn)], caption=[f"rank 0, step {self._step}"])

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_compress import CompressedDDPStrategy, MeProp
+from lightning_compress import AsyncGossipStrategy, CompressedDDPStrategy, MeProp
 from tests.backward.reference import enabled
 from tests.helpers.training import Net, digits, loader, parameters
 
@@ -33,12 +34,14 @@ class Watch(Callback):
 class Narrow(Net):
     """Without a batch norm."""
 
+    lr = 0.05  # that a LearningRateFinder looks for
+
     def __init__(self):
         super().__init__()
         self.body[1] = nn.Identity()
 
 
-def train(folder, epochs, callback, watch, strategy="auto", path=None, **settings):
+def train(folder, epochs, callback, watch, strategy="auto", path=None, extra=(), **settings):
     """Three steps an epoch, one checkpoint each."""
     pl.seed_everything(3, verbose=False)
     model = Narrow()
@@ -54,7 +57,7 @@ def train(folder, epochs, callback, watch, strategy="auto", path=None, **setting
             default_root_dir=folder,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[callback, watch],
+            callbacks=[callback, watch, *extra],
             **settings,
         )
         trainer.fit(model, loader(digits()), ckpt_path=path)
@@ -71,6 +74,7 @@ def test_trains_by_a_schedule_and_leaves_the_model_as_it_came(tmp_path):
     assert watch.kept == [dense] * 2 + [some] * 2 + [few] * 2
     assert type(model.head[0]) is nn.Linear
     assert not enabled(model)
+    assert not any(each.gradients for each in trainer.callbacks[0].layers.values())  # as large as the weights
     content = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
     assert content["state_dict"].keys() == Narrow().state_dict().keys()
     assert "MeProp" not in content["callbacks"]  # nothing is remembered
@@ -248,3 +252,26 @@ def test_refused_at_construction(arguments, message):
 def test_refused_when_training_begins(callback, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
         train(tmp_path, 1, callback, Watch())
+
+
+def _shares(folder):
+    with pytest.raises(ValueError, match="share=True: the ranks choose outputs together in each backward pass"):
+        train(folder, 1, MeProp(0.5, share=True), Watch(), AsyncGossipStrategy(share_work=False))
+
+
+def test_ranks_that_do_not_wait_for_each_other_share_no_choice(pools, tmp_path):
+    pools[2].run(_shares, str(tmp_path))
+
+
+class First(Callback):
+    """What is remembered when the fit's first batch comes, after the learning rates that were tried."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 0:
+            self.memory = [each.memory for each in enabled(pl_module).values()]
+
+
+def test_a_learning_rate_finder_leaves_no_memory(tmp_path):
+    first = First()
+    train(tmp_path, 1, MeProp(0.5, memory=1.0), first, extra=[LearningRateFinder(num_training_steps=5)])
+    assert first.memory == [None] * 3

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from lightning_compress import CompressedDDPStrategy, StepProfile
 from lightning_compress.__main__ import COMMANDS, main
@@ -83,6 +84,23 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
 
 def _one_process(path):
     fit("auto", 6, lambda: Net("adamw"), callbacks=[StepProfile(path, steps=3, warm=2)])
+
+
+class Unknown(Net):
+    """With an optimizer that we have not measured."""
+
+    def configure_optimizers(self):
+        return torch.optim.RMSprop(self.parameters(), 0.001)
+
+
+def _unknown(path):
+    fit("auto", 2, Unknown, callbacks=[StepProfile(path, steps=1, warm=0)])
+
+
+def test_a_profile_of_an_unknown_optimizer_takes_the_cautious_one(pools, tmp_path):
+    path = tmp_path / "new" / "profile.json"
+    pools[1].run(_unknown, path)
+    assert json.loads(path.read_text())["optimizer"] == "adam"
 
 
 def test_a_profile_says_what_trains(pools, tmp_path, capsys):

@@ -185,6 +185,7 @@ def _refusal(strategy, arguments):
     [
         (DDPStrategy(), {"bound": 1.0}, "not DDPStrategy"),
         (LocalSGDStrategy(sync_every=2, compressor="fft"), {"bound": 1.0}, "not LocalSGDStrategy"),
+        (CompressedDDPStrategy("fft", delay=1), {"bound": 1.0}, "ThetaRecovery(bound=1.0): with delay=1"),
         (CompressedDDPStrategy("topk"), {"bound": 1.0}, "TopK has no setting 'theta'"),
         (CompressedDDPStrategy("topk"), {"bound": 1.0, "setting": "density", "values": (0.5, 2.0)}, "density=2.0"),
     ],

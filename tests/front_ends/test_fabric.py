@@ -334,6 +334,46 @@ def test_wrong_ways_are_said(pools, tmp_path):
     assert not (tmp_path / "weights.ckpt.lc").exists()
 
 
+class Wrapped:
+    """An optimizer around another one, whose step takes no closure."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def step(self):
+        with torch.no_grad():
+            for each in self.param_groups[0]["params"]:
+                each -= 0.1 * each.grad
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+def _wrapped(scaled):
+    scaler = FabricMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0))
+    fabric = launched(CompressedDDPStrategy("topk", on_nonfinite="skip"), plugins=[scaler] if scaled else None)
+    torch.manual_seed(0)
+    model = Scores()
+    model, optimizer = fabric.setup(model, Wrapped(torch.optim.SGD(model.parameters(), 0.1)))
+    for _ in range(3):
+        optimizer.zero_grad()
+        fabric.backward(model(torch.ones(4, 64)).square().mean())
+        optimizer.step()
+    return fabric.strategy.comm_stats()["steps"]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_whose_step_takes_no_closure(pools, scaled):
+    assert pools[2].run(_wrapped, scaled) == [3, 3]
+
+
 def _handle(folder, own):
     """A bare model and its handle, of which all ranks load rank 0's state, or their own."""
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ def _serve(rank: int, size: int, store: str, pipe, backend: str, network: str | 
         world_size=size,
         timeout=timedelta(seconds=300 if backend == "nccl" else 60),
     )
+    environment = dict(os.environ)
     while (job := pipe.recv()) is not None:
         function, arguments = job
         try:
@@ -53,6 +54,8 @@ def _serve(rank: int, size: int, store: str, pipe, backend: str, network: str | 
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         _destroy_other_groups()
+        os.environ.clear()  # of a seed, which the next test's samplers would take
+        os.environ.update(environment)
     dist.destroy_process_group()
 
 

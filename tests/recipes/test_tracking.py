@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_compress import CompressedDDPStrategy, GossipStrategy
+from lightning_compress import AsyncGossipStrategy, CompressedDDPStrategy, GossipStrategy
 from recipes.tables.portrait import COLUMNS, FAMILIES, Portrait, curves, layers, picture
 from recipes.tracking import WandbLogger, flat, why_offline
 from tests.helpers.wandb_server import Server
@@ -118,6 +118,15 @@ def test_a_connection_that_is_lost_in_a_run_ends_neither_it_nor_its_log(
     assert "late" in log.read_bytes().decode(errors="replace")
 
 
+def test_a_resumed_run_counts_all_bytes_in_every_row(stranger: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A monitor counts from where the run goes on."""
+    logger = WandbLogger(offline=True, save_dir=tmp_path)
+    logger.so_far = {"comm/total_bytes_sent": 105.0}
+    logger.log_metrics({"comm/total_bytes_sent": 5.0, "comm/bits": 4.0}, 3)
+    assert logger.experiment.summary["comm/total_bytes_sent"] == 105.0
+    logger.close()
+
+
 def test_flat() -> None:
     assert flat({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": None}) == {"a.b.c": 1, "a.d": [1, 2], "e": None}
 
@@ -147,11 +156,12 @@ class Shown:
     log_image = log_table  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("kind", ["gossip", "averages"])
+@pytest.mark.parametrize("kind", ["gossip", "asynchronous", "averages"])
 def test_gossip_has_no_table_since_it_sends_no_gradients(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.tables.portrait.WandbLogger", Shown)
-    monkeypatch.setattr(GossipStrategy, "compression", None)
-    strategy = GossipStrategy() if kind == "gossip" else SimpleNamespace()
+    for each in (GossipStrategy, AsyncGossipStrategy):
+        monkeypatch.setattr(each, "compression", None)
+    strategy = {"gossip": GossipStrategy, "asynchronous": AsyncGossipStrategy}.get(kind, SimpleNamespace)()
     trainer = SimpleNamespace(loggers=[Shown()], is_global_zero=True, strategy=strategy, world_size=2)
     trainer.global_step, trainer.estimated_stepping_batches = 100, 105
     module, portrait = torch.nn.Linear(8, 8), Portrait()
@@ -159,7 +169,7 @@ def test_gossip_has_no_table_since_it_sends_no_gradients(kind: str, monkeypatch:
     assert portrait._step == 104  # the run goes on, and ends soon
     portrait.gradients = {name: torch.randn(each.shape) for name, each in module.named_parameters()}
     portrait.on_train_end(trainer, module)  # type: ignore[arg-type]
-    assert trainer.loggers[0].names == ["comm/layers", "comm/error_vs_bits"][kind == "gossip" :]
+    assert trainer.loggers[0].names == ["comm/layers", "comm/error_vs_bits"][kind != "averages" :]
 
 
 def test_picture() -> None:

@@ -436,14 +436,18 @@ def test_what_has_an_effect_is_not(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        (["compressor=topk", "strategy.warmup_steps=20"], "strategy.warmup_steps=20"),
-        (["compressor=onebit_adam", "strategy.warmup_steps=30"], "strategy.warmup_steps=30"),
-        (["strategy=post_local_sgd"], "strategy.averaged_steps=1000"),
+        (["compressor=topk", "strategy.warmup_steps=20"], "strategy.warmup_steps: the first phase has 20 steps"),
+        (["compressor=onebit_adam", "strategy.warmup_steps=30"], "strategy.warmup_steps: the first phase has 30 steps"),
+        (["strategy=post_local_sgd"], "strategy.averaged_steps: the first phase has 1000 steps"),
+        (
+            ["strategy=local_sgd", "strategy.sync_every=8", "strategy.averaged_steps=5", "strategy.warmup_steps=2"],
+            "strategy.warmup_steps: the first phase has 21 steps",  # of two rounds
+        ),
     ],
 )
 def test_a_first_phase_as_long_as_the_run_is_named(overrides: list[str], name: str) -> None:
     warner = Outlasted.of(composed("trainer=cpu_2proc", *overrides))
-    with pytest.warns(UserWarning, match=re.escape(f"{name}: the run ends after 20 steps")):
+    with pytest.warns(UserWarning, match=re.escape(f"{name} and the run 20, so what")):
         warner.on_train_start(SimpleNamespace(estimated_stepping_batches=20, world_size=2), None)
     for steps, ranks in ((1001, 2), (20, 1)):
         warner.on_train_start(SimpleNamespace(estimated_stepping_batches=steps, world_size=ranks), None)
