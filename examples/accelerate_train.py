@@ -13,7 +13,7 @@ from lightning_compress import attach
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compressor", default="rotated", help="a name that `lightning-compress compressors` prints")
+    parser.add_argument("--compressor", default="qsgd", help="a name that `lightning-compress compressors` prints")
     parser.add_argument("--epochs", type=int, default=3, help="epochs in total")
     parser.add_argument("--checkpoint", default="accelerate_checkpoint", help="folder to save to after each epoch")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")

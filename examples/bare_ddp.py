@@ -13,7 +13,7 @@ if __name__ == "__main__":
     torch.manual_seed(1)
     model = DistributedDataParallel(Net(), bucket_cap_mb=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    compression = attach(model, "rotated", optimizer=optimizer)
+    compression = attach(model, "qsgd", optimizer=optimizer)
 
     data = Data()
     sampler = DistributedSampler(data.training, seed=1)

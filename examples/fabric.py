@@ -12,7 +12,7 @@ from lightning_compress.fabric import CompressedDDPStrategy
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compressor", default="rotated", help="a name that `lightning-compress compressors` prints")
+    parser.add_argument("--compressor", default="qsgd", help="a name that `lightning-compress compressors` prints")
     parser.add_argument("--devices", type=int, default=2, help="processes on each machine")
     parser.add_argument("--epochs", type=int, default=3, help="epochs in total")
     parser.add_argument("--checkpoint", default="fabric.ckpt", help="where to save after each epoch")

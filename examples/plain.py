@@ -9,7 +9,7 @@ from lightning_compress import CommunicationMonitor, CompressedDDPStrategy
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compressor", default="rotated", help="a name that `lightning-compress compressors` prints")
+    parser.add_argument("--compressor", default="qsgd", help="a name that `lightning-compress compressors` prints")
     parser.add_argument("--devices", type=int, default=2, help="processes on each machine")
     parser.add_argument("--num-nodes", type=int, default=1, help="machines")
     arguments = parser.parse_args()

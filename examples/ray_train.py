@@ -41,7 +41,7 @@ def train(config: dict) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compressor", default="rotated", help="a name that `lightning-compress compressors` prints")
+    parser.add_argument("--compressor", default="qsgd", help="a name that `lightning-compress compressors` prints")
     parser.add_argument("--workers", type=int, default=2, help="processes, on all machines together")
     parser.add_argument("--epochs", type=int, default=3, help="epochs")
     parser.add_argument("--storage", default=os.path.abspath("ray_results"), help="folder that all machines can reach")

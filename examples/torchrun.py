@@ -19,7 +19,7 @@ if __name__ == "__main__":
         accelerator="cpu",  # leave it out to train on GPUs
         devices=devices,
         num_nodes=int(os.environ["WORLD_SIZE"]) // devices,  # Lightning raises if the product is another number
-        strategy=CompressedDDPStrategy("rotated"),
+        strategy=CompressedDDPStrategy("qsgd"),
         callbacks=[CommunicationMonitor(), ModelCheckpoint("checkpoints", save_last=True)],
         max_epochs=3,
     )

@@ -22,23 +22,23 @@ class Entry(NamedTuple):
 
 
 DENSE = {"dense": ["compressor=none"]}
-ROTATED = {"rotated 4 bits": ["compressor=rotated"]}
+QSGD = {"qsgd 4 bits": ["compressor=qsgd"]}
 TOPK = {"topk 1 %": ["compressor=topk", "compressor.density=0.01"]}
 
 ENTRIES = [
     Entry(
         "ResNet-20, digits",
         ["recipe=resnet", "recipe.schedule=linear", "recipe.warmup_epochs=1", "trainer.max_epochs=10"],
-        DENSE | ROTATED | TOPK,
+        DENSE | QSGD | TOPK,
     ),
     Entry(
         "LSTM, spoken digits",
         ["recipe=lstm_speech", "data.augment=null", "data.batch_size=8", "optimizer.lr=0.2", "trainer.max_epochs=2"],
-        DENSE | ROTATED | TOPK,
+        DENSE | QSGD | TOPK,
     ),
     Entry(
         "Transformer, numbers",
         ["recipe=nmt", "recipe.beam=1", "trainer.max_epochs=3"],
-        DENSE | ROTATED,
+        DENSE | QSGD,
     ),
 ]

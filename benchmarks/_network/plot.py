@@ -19,6 +19,7 @@ FIRST = (
     "PyTorch bf16",
     "PyTorch PowerSGD 1",
     "onebit",
+    "qsgd",
     "rotated",
     "topk 1 %",
     "dgc 0.1 %",
@@ -58,7 +59,7 @@ def point(parts: list[tuple[str, str, list[tuple[float, Cell]]]]) -> str:
     _, against, points = parts[0]
     ends = [cell["ms"] for _, cell in sorted(points, key=lambda point: point[0])]
     ends = [ends[0], ends[-1]]
-    ours = next((name for name in ("rotated", "onebit", *ends[0]) if all(name in ms for ms in ends)), "")
+    ours = next((name for name in ("qsgd", "rotated", "onebit", *ends[0]) if all(name in ms for ms in ends)), "")
     if not ours or any("DDP" not in ms for ms in ends):
         return "Step time"
     at = [_speed(x) if against == "rate" else f"{x:g} ranks" for x in sorted(x for x, _ in points)]

@@ -264,8 +264,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             "sidecar".
 
             - "sidecar": one file per rank in a folder beside the checkpoint (``epoch=3.ckpt.lc``). The run resumes bit
-              for bit. A file has 4 bytes per parameter for the residual (2 in bfloat16), 8 for ``dgc``, 12 for
-              ``onebit_adam``.
+              for bit. A file has 4 bytes per parameter for the residual (2 in bfloat16), 1 for LoCo (``onebit``),
+              8 for ``dgc``, 12 for ``onebit_adam``.
             - "mean": the mean over ranks, inside the checkpoint.
             - "none": nothing.
 
