@@ -104,7 +104,9 @@ class WandbLogger(loggers.WandbLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log figures, and how far the run is."""
         try:
-            super().log_metrics({**metrics, **self.so_far}, step)  # a monitor counts from the resumption
+            # a monitor counts from where the run goes on, and waits for what is under way
+            reached = {name: max(value, metrics.get(name, value)) for name, value in self.so_far.items()}
+            super().log_metrics({**metrics, **reached}, step)
         except Exception as error:  # a table asks the server for its name; numbers never do
             if self.experiment.offline:
                 raise

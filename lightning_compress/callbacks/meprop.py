@@ -83,6 +83,9 @@ class MePropMixin:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue from a checkpoint."""
+        self._continue(trainer)
+
+    def _continue(self, trainer: Any) -> None:
         if self._loaded is not None:
             self._restore(self._loaded["memory"], trainer)
             self._loaded = None
@@ -141,6 +144,8 @@ class MePropMixin:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See ``state_dict``."""
         self._loaded = state_dict if "memory" in state_dict else None
+        if self._trainer is not None:  # within a fit: a search for a learning rate ends, which nothing else tells
+            self._continue(self._trainer)
 
     def _unscaled(self) -> Memories:
         """Return the memory in units of the loss, on the CPU."""
@@ -157,8 +162,9 @@ class MePropMixin:
             rank_zero_warn("MeProp: the checkpoint was saved in a hurry and has no memory of ranks other than 0")
         same = len(ranks) == trainer.world_size
         own = (ranks[trainer.global_rank] or {}) if same else _mean([each or {} for each in ranks])
+        self._scale = None  # what is saved is in units of the loss
         for each in self.layers.values():
-            each.memory = None  # a LearningRateFinder may have filled it
+            each.memory = None
         for layer, named in own.items() if self.memory else ():
             sparsity = self.layers.get(layer)
             if sparsity is None or named[""].numel() != sparsity.width:

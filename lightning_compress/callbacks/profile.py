@@ -54,7 +54,7 @@ class ProfileMixin:
         ends = self._ends[min(self.warm, len(self._ends) - 2) :]
         steps = [1e3 * (end - start) for start, end in pairwise(ends)]
         trained = [(name, list(each.shape)) for name, each in module.named_parameters() if each.requires_grad]
-        optimizer = kind_of(trainer.optimizers) or "adam"  # the costlier of what was measured
+        optimizer = kind_of(trainer.optimizers) or "adam"  # as ``advise`` assumes of what it is not told
         found = {"compute_ms": statistics.median(steps), "optimizer": optimizer, "parameters": trained}
         self.path.write_text(json.dumps(found))
 

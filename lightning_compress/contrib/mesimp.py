@@ -70,9 +70,9 @@ class MeSimpMixin(MePropMixin):
                 )
             sparsity.hits, sparsity.seen = torch.zeros(sparsity.width, dtype=torch.int64), 0
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def _continue(self, trainer: Any) -> None:
         """Restore the counts of a checkpoint: rank 0 gets the counts of all ranks, the others begin at zero."""
-        super().on_train_start(trainer, pl_module)
+        super()._continue(trainer)
         for name, (hits, seen) in (self._counted or {}).items():
             if name in self.layers and len(hits) == (width := self.layers[name].width):
                 own = (
@@ -143,8 +143,8 @@ class MeSimpMixin(MePropMixin):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See ``state_dict``."""
-        super().load_state_dict(state_dict)
         self._counted, self.history = state_dict["counts"], list(state_dict["history"])
+        super().load_state_dict(state_dict)
 
 
 def _amounts_left(model: nn.Module, given: Amounts, skip: Sequence[str]) -> dict[str, Amount]:

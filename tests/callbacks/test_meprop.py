@@ -263,15 +263,30 @@ def test_ranks_that_do_not_wait_for_each_other_share_no_choice(pools, tmp_path):
     pools[2].run(_shares, str(tmp_path))
 
 
-class First(Callback):
-    """What is remembered when the fit's first batch comes, after the learning rates that were tried."""
+class FindsInBetween(LearningRateFinder):
+    """Looks for a learning rate before the second epoch."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 0:
-            self.memory = [each.memory for each in enabled(pl_module).values()]
+    def __init__(self):
+        super().__init__(1e-5, 1e-1, 6, early_stop_threshold=None, update_attr=False)
+        self.before = self.after = None
+
+    def on_fit_start(self, trainer, module):
+        pass
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1 and self.before is None:
+            self.before = [each.memory.clone() for each in enabled(module).values()]
+            self.lr_find(trainer, module)
+            self.after = [each.memory.clone() for each in enabled(module).values()]
 
 
-def test_a_learning_rate_finder_leaves_no_memory(tmp_path):
-    first = First()
-    train(tmp_path, 1, MeProp(0.5, memory=1.0), first, extra=[LearningRateFinder(num_training_steps=5)])
-    assert first.memory == [None] * 3
+def _finds(folder):
+    finder = FindsInBetween()
+    train(folder, 2, MeProp(0.5, memory=1.0), Watch(), "ddp", extra=[finder])
+    return all(one.equal(other) for one, other in zip(finder.before, finder.after, strict=True)), finder.before
+
+
+def test_a_learning_rate_finder_in_between_leaves_no_trace(pools, tmp_path):
+    ranks = pools[2].run(_finds, str(tmp_path))
+    assert all(same for same, _ in ranks)
+    assert any(each.any() for _, before in ranks for each in before)
