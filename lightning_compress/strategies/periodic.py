@@ -126,7 +126,6 @@ class PeriodicMixin(CommonMixin):
         """Save if a cluster's signal asked for it, between two batches; pass the epoch to the schedules."""
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        self._ended = False  # a search for a learning rate within the fit runs its own loop to its end
         self.rendezvous.signals.act()
         self.synchroniser.epoch = self.lightning_module.current_epoch
 

@@ -282,7 +282,8 @@ class FindsInBetween(LearningRateFinder):
 
 def _finds(folder):
     finder = FindsInBetween()
-    train(folder, 2, MeProp(0.5, memory=1.0), Watch(), "ddp", extra=[finder])
+    train(folder, 6, MeProp(0.5, memory=1.0), Watch(), "ddp", extra=[finder])  # epochs enough for the search
+    assert len(finder.optimal_lr.results["lr"]) == 6
     return all(one.equal(other) for one, other in zip(finder.before, finder.after, strict=True)), finder.before
 
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
-from lightning_compress import LocalSGDStrategy
 from lightning_compress.engine.optimizers import _listeners
 from tests.conformance.training import ALL, ByStep, outcome, strategy_of, train, trainer_of
-from tests.helpers.training import LATER, Net, digits, loader, quiet_trainer
+from tests.helpers.training import LATER, Net, digits, loader
 
 
 class Rate(ByStep):
@@ -63,30 +62,6 @@ def test_a_learning_rate_finder_in_between_leaves_no_trace(pools, tmp_path, comp
         assert np.array_equal(before, after)
         assert np.array_equal(found["parameters"], plain["parameters"])
     assert not list(tmp_path.glob("**/.lr_find*"))
-
-
-class FindsLocally(FindsInBetween):
-    def on_train_epoch_start(self, trainer, module):
-        if trainer.current_epoch == 1 and not self.seen:
-            self.seen.append(None)
-            self.lr_find(trainer, module)
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 2 and self.optimal_lr is not None:
-            shared = trainer.strategy.lightning_module_state_dict()
-            self.seen.append(torch.cat([each.double().flatten() for each in shared.values()]).numpy())
-
-
-def _find_between_local_steps(folder):
-    finder = FindsLocally()
-    options = {"callbacks": [finder], "max_epochs": 2, "limit_train_batches": 5, "default_root_dir": folder}
-    quiet_trainer(LocalSGDStrategy(sync_every=2), **options).fit(Rate(), loader(digits()))
-    return finder.seen[1]
-
-
-def test_after_a_learning_rate_finder_local_steps_still_have_a_shared_model(pools, tmp_path):
-    one, other = pools[2].run(_find_between_local_steps, str(tmp_path))
-    assert np.array_equal(one, other)
 
 
 def _find_at_first(folder):
