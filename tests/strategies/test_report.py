@@ -136,7 +136,7 @@ def test_coarse_methods_warn(pools, name, optimizer, parts):
     assert all(
         part in each for part, each in zip(parts, sorted(warned, key=lambda each: "may cost" in each), strict=True)
     )
-    assert all("rotated" in each for each in warned)
+    assert all("qsgd" in each for each in warned)
     assert not others
     assert FEW_STEPS == 1000
 
