@@ -32,8 +32,9 @@ FEEDBACK = {"classical": "a residual", "none": "off"}
 
 def compressor_cards() -> str:
     """Return the page with a card for each compressor."""
-    names = COMPRESSORS.choices
-    core = [name for name in names if ".contrib." not in COMPRESSORS[name].__module__]
+    found = COMPRESSORS.choices
+    core = [name for name in found if ".contrib." not in COMPRESSORS[name].__module__]
+    names = core + sorted(set(found) - set(core))  # those of contrib come in the order of their first use
     cards = {name: card(name, COMPRESSORS[name]) for name in names} | {"moniqua": card("moniqua", Moniqua)}
     lists = [
         " · ".join(f"[`{name}`](#{name})" for name in group)
