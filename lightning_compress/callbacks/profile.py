@@ -26,13 +26,14 @@ class ProfileMixin:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Make the folder; raise if several processes train: their steps would include communication."""
-        if stage == "fit" and trainer.world_size > 1:
+        if stage != "fit":
+            return
+        if trainer.world_size > 1:
             raise ValueError(
                 f"StepProfile measures computing alone, and {trainer.world_size} processes also communicate: train on "
                 "one, with Trainer(devices=1, num_nodes=1)"
             )
-        if stage == "fit":
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to measure."""

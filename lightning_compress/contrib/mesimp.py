@@ -73,12 +73,10 @@ class MeSimpMixin(MePropMixin):
     def _continue(self, trainer: Any) -> None:
         """Restore the counts of a checkpoint: rank 0 gets the counts of all ranks, the others begin at zero."""
         super()._continue(trainer)
+        share = int(trainer.is_global_zero)
         for name, (hits, seen) in (self._counted or {}).items():
-            if name in self.layers and len(hits) == (width := self.layers[name].width):
-                own = (
-                    (torch.tensor(hits), seen) if trainer.is_global_zero else (torch.zeros(width, dtype=torch.int64), 0)
-                )
-                self.layers[name].hits, self.layers[name].seen = own
+            if name in self.layers and len(hits) == self.layers[name].width:
+                self.layers[name].hits, self.layers[name].seen = share * torch.tensor(hits), share * seen
         self._counted = None
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_compress import AsyncGossipStrategy, CompressedDDPStrategy, MeProp
 from tests.backward.reference import enabled
-from tests.helpers.training import Net, digits, loader, parameters
+from tests.helpers.training import FindsInBetween, Net, digits, loader, parameters
 
 
 class Watch(Callback):
@@ -263,28 +262,12 @@ def test_ranks_that_do_not_wait_for_each_other_share_no_choice(pools, tmp_path):
     pools[2].run(_shares, str(tmp_path))
 
 
-class FindsInBetween(LearningRateFinder):
-    """Looks for a learning rate before the second epoch."""
-
-    def __init__(self):
-        super().__init__(1e-5, 1e-1, 6, early_stop_threshold=None, update_attr=False)
-        self.before = self.after = None
-
-    def on_fit_start(self, trainer, module):
-        pass
-
-    def on_train_epoch_start(self, trainer, module):
-        if trainer.current_epoch == 1 and self.before is None:
-            self.before = [each.memory.clone() for each in enabled(module).values()]
-            self.lr_find(trainer, module)
-            self.after = [each.memory.clone() for each in enabled(module).values()]
-
-
 def _finds(folder):
-    finder = FindsInBetween()
+    finder = FindsInBetween(lambda _, module: [each.memory.clone() for each in enabled(module).values()])
     train(folder, 6, MeProp(0.5, memory=1.0), Watch(), "ddp", extra=[finder])  # epochs enough for the search
     assert len(finder.optimal_lr.results["lr"]) == 6
-    return all(one.equal(other) for one, other in zip(finder.before, finder.after, strict=True)), finder.before
+    before, after = finder.seen
+    return all(one.equal(other) for one, other in zip(before, after, strict=True)), before
 
 
 def test_a_learning_rate_finder_in_between_leaves_no_trace(pools, tmp_path):

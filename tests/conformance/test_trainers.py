@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from lightning_compress.engine.optimizers import _listeners
 from tests.conformance.training import ALL, ByStep, outcome, strategy_of, train, trainer_of
-from tests.helpers.training import LATER, Net, digits, loader
+from tests.helpers.training import LATER, FindsInBetween, Net, digits, loader
 
 
 class Rate(ByStep):
@@ -21,32 +21,15 @@ class Rate(ByStep):
         return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
 
 
-def kept(trainer):
+def kept(trainer, _):
     """Everything that is kept from step to step, in one vector, and how many steps there were."""
     state = trainer.strategy.compression.state_dict()
     numbers = [one["numbers"] for group in state["groups"] for _, one in sorted(group["states"].items())]
     return torch.cat([each.reshape(-1).clone() for each in numbers]).numpy() if numbers else np.zeros(0), state["step"]
 
 
-class FindsInBetween(LearningRateFinder):
-    """Looks for a learning rate before the second epoch, and keeps the old one."""
-
-    def __init__(self):
-        super().__init__(1e-5, 1e-1, 6, early_stop_threshold=None, update_attr=False)
-        self.seen = []
-
-    def on_fit_start(self, trainer, module):
-        pass
-
-    def on_train_epoch_start(self, trainer, module):
-        if trainer.current_epoch == 1 and not self.seen:
-            self.seen.append(kept(trainer))
-            self.lr_find(trainer, module)
-            self.seen.append(kept(trainer))
-
-
 def _find_in_between(compressor, folder):
-    finder = FindsInBetween()
+    finder = FindsInBetween(kept)
     trainer, model = train(compressor, Rate, callbacks=[finder], default_root_dir=folder, max_epochs=4)
     plain = outcome(*train(compressor, Rate, max_epochs=4))
     return finder.seen, outcome(trainer, model), plain, len(finder.optimal_lr.results["lr"])

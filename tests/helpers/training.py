@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -62,6 +62,26 @@ def _raw():
 def loader(dataset, batch=16):
     """Every rank its own share; the Trainer puts the distributed sampler in."""
     return DataLoader(dataset, batch, drop_last=True)
+
+
+class FindsInBetween(LearningRateFinder):
+    """Looks for a learning rate before the second epoch, and keeps the old one.
+
+    ``seen`` is what ``look(trainer, module)`` returned before and after.
+    """
+
+    def __init__(self, look):
+        super().__init__(1e-5, 1e-1, 6, early_stop_threshold=None, update_attr=False)
+        self.look, self.seen = look, []
+
+    def on_fit_start(self, trainer, module):
+        pass
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1 and not self.seen:
+            self.seen.append(self.look(trainer, module))
+            self.lr_find(trainer, module)
+            self.seen.append(self.look(trainer, module))
 
 
 def saving_on_exception(folder):
