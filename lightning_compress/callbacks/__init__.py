@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lightning_compress.core.kinds import kinds_of
+
 
 def wraps_model(strategy: Any) -> bool:
     """Tell whether a strategy trains by DistributedDataParallel. Local steps and gossip only inherit from it.
@@ -9,5 +11,5 @@ def wraps_model(strategy: Any) -> bool:
     Args:
         strategy: of the Trainer, from either Lightning package.
     """
-    kinds = {each.__name__ for each in type(strategy).__mro__}
+    kinds = kinds_of(strategy)
     return "DDPStrategy" in kinds and "PeriodicMixin" not in kinds

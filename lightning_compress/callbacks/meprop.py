@@ -15,6 +15,7 @@ from lightning_compress.backward import disable, enable
 from lightning_compress.backward.layer_swap import pattern_of
 from lightning_compress.backward.sparsity import Amount, Sparsity
 from lightning_compress.backward.transform import FEW, LAYERS, amounts_of, check_settings, warn_of_few
+from lightning_compress.core.kinds import kinds_of
 
 __all__ = ["MeProp", "MePropMixin"]
 
@@ -65,7 +66,7 @@ class MePropMixin:
             ValueError: they cannot be changed; on every rank.
         """
         self._trainer, self._ranks, self._scale = trainer, trainer.world_size, None
-        if self.share and "AsyncGossipMixin" in (kind.__name__ for kind in type(trainer.strategy).__mro__):
+        if self.share and "AsyncGossipMixin" in kinds_of(trainer.strategy):
             raise ValueError(
                 "share=True: the ranks choose outputs together in each backward pass, and in asynchronous gossip they "
                 "have different numbers of them; use share=False, or GossipStrategy"

@@ -13,6 +13,7 @@ from lightning_compress.callbacks import wraps_model
 from lightning_compress.callbacks.probe import Probe, check_loader
 from lightning_compress.callbacks.rates import check_linear, multiply
 from lightning_compress.collectives.counting import now
+from lightning_compress.core.kinds import kinds_of
 from lightning_compress.settings.parsing import must
 
 __all__ = ["MinibatchSize", "MinibatchSizeMixin"]
@@ -212,8 +213,7 @@ def _epochs(given: object) -> int | tuple[int, ...]:
 
 def _check_trainer(trainer: Any, module: Any) -> None:
     """Raise ValueError if the Trainer, the module, the strategy or another callback does not allow changes."""
-    kinds = {each.__name__ for each in type(trainer.strategy).__mro__}
-    if not (wraps_model(trainer.strategy) or "SingleDeviceStrategy" in kinds):
+    if not (wraps_model(trainer.strategy) or "SingleDeviceStrategy" in kinds_of(trainer.strategy)):
         raise ValueError(
             "MinibatchSize needs Trainer(strategy=CompressedDDPStrategy(...)), strategy='ddp' or one device, not "
             f"{type(trainer.strategy).__name__}"
@@ -231,7 +231,7 @@ def _check_trainer(trainer: Any, module: Any) -> None:
     if getattr(trainer.strategy, "_ddp_kwargs", {}).get("static_graph"):
         raise ValueError("MinibatchSize accumulates gradients, which static_graph=True cannot: set static_graph=False")
     for callback in trainer.callbacks:
-        for clash in _CLASHES.keys() & {each.__name__ for each in type(callback).__mro__}:
+        for clash in _CLASHES.keys() & kinds_of(callback):
             raise ValueError(
                 f"MinibatchSize cannot be combined with {type(callback).__name__}, which {_CLASHES[clash]}. Remove one"
             )

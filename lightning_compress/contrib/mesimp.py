@@ -19,6 +19,7 @@ from lightning_compress.backward.transform import amounts_of
 from lightning_compress.callbacks import wraps_model
 from lightning_compress.callbacks.meprop import Amounts, MePropMixin
 from lightning_compress.contrib.pruning import check_optimizers, cut, followers
+from lightning_compress.core.kinds import kinds_of
 
 __all__ = ["MeSimp", "MeSimpMixin"]
 
@@ -161,8 +162,7 @@ def _amounts_left(model: nn.Module, given: Amounts, skip: Sequence[str]) -> dict
 
 
 def _check_strategy(strategy: Any) -> None:
-    kinds = {each.__name__ for each in type(strategy).__mro__}
-    if not (wraps_model(strategy) or "SingleDeviceStrategy" in kinds):
+    if not (wraps_model(strategy) or "SingleDeviceStrategy" in kinds_of(strategy)):
         raise ValueError(
             f"MeSimp removes neurons on one device or under DDPStrategy (CompressedDDPStrategy too), and not under "
             f"{type(strategy).__name__}, which stores the parameters in another form"

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective, consensus
 from lightning_compress.core import state_dict
+from lightning_compress.core.kinds import kinds_of
 from lightning_compress.core.registry import plain
 from lightning_compress.engine import checks
 from lightning_compress.periodic.synchroniser import Synchroniser, differing
@@ -80,8 +81,7 @@ class PeriodicMixin(CommonMixin):
         module, ranks = self.lightning_module, TorchCollective()
         assert module is not None
         check_fit(type(self).__name__, trainer, module, bool(self._layer_sync))
-        kinds = [kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__]
-        self.synchroniser.may_unfreeze = "BaseFinetuning" in kinds
+        self.synchroniser.may_unfreeze = any("BaseFinetuning" in kinds_of(each) for each in trainer.callbacks)
         self.synchroniser.check(module, ranks, self.root_device)
         self._trainer, self._shared, self._replaced, self._counts = trainer, None, None, {}
         self._started = self._ended = self._swa = False
@@ -170,7 +170,7 @@ class PeriodicMixin(CommonMixin):
 
     @property
     def _averages_weights(self) -> bool:
-        return any("StochasticWeightAveraging" in str(type(each).__mro__) for each in self._trainer.callbacks)
+        return any("StochasticWeightAveraging" in kinds_of(each) for each in self._trainer.callbacks)
 
     def _finish(self) -> None:
         self.rendezvous.agree(where=END)

@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_compress.core.kinds import kinds_of
+
 _REFUSED = {
     "ddp_comm_hook": "this strategy has no DistributedDataParallel to hook. Give a compressor instead",
     "ddp_comm_state": "this strategy has no DistributedDataParallel hook. Remove it",
@@ -60,7 +62,7 @@ def check_fit(name: str, trainer: Any, module: nn.Module, synchronises: bool) ->
             "would validate at different steps. Give a number of batches"
         )
     for callback in trainer.callbacks:
-        if "WeightAveraging" in [cls.__name__ for cls in type(callback).__mro__]:
+        if "WeightAveraging" in kinds_of(callback):
             raise ValueError(
                 f"{name} cannot be combined with {type(callback).__name__}, which swaps in an average of each rank's "
                 "own model. Remove it, or use StochasticWeightAveraging"
