@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -170,9 +170,11 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
         self._check_no_compression(state, "save")
         path = self.broadcast(str(path))
         manifests = dict[str, Any]()
-        for key, place, compression in self._trained(path, state):
+        trained = self._trained(state)
+        for compression, ending in trained.items():
+            key = ending if len(trained) > 1 else ""
             content: dict[str, Any] = {"optimizer_states": []}
-            save_compression(self._resume, self.checkpoint_io, place, content, compression)
+            save_compression(self._resume, self.checkpoint_io, f"{path}{key}", content, compression)
             manifests |= {f"{name}{key}": content[name] for name in (KEY, CHOSEN) if name in content}
         if any(isinstance(each, Mapping) and {"state", "param_groups"} <= each.keys() for each in state.values()):
             warn(
@@ -190,10 +192,9 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
         objects = state if isinstance(state, dict) else {}
         self._check_no_compression(objects, "load")
         rest = super().load_checkpoint(path, state, *args, **kwargs)
-        for key, place, compression in self._trained(str(path), objects):
-            if KEY in rest and f"{KEY}{key}" not in rest:  # it was saved alone
-                key, place = "", str(path)
-            self._resume.path = place
+        for compression, ending in self._trained(objects).items():
+            key = ending if f"{KEY}{ending}" in rest else ""  # else it was saved alone
+            self._resume.path = f"{path}{key}"
             content = {name: rest.pop(f"{name}{key}") for name in (KEY, CHOSEN) if f"{name}{key}" in rest}
             warn(restore_compression(self._resume, self.checkpoint_io, content, compression))
             warn(_other_choice(content.get(CHOSEN), keep(compression.next_settings)))
@@ -204,16 +205,17 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
             )
         return rest
 
-    def _trained(self, path: str, state: Mapping[str, Any]) -> Iterator[tuple[str, str, Compression]]:
-        """Yield each compression with an optimizer in ``state``, the end of its keys and the path of its files."""
+    def _trained(self, state: Mapping[str, Any]) -> dict[Compression, str]:
+        """Return the compressions with an optimizer in ``state``, each with an ending of its key and of its files."""
         found = dict[Compression, str]()
         for name, each in state.items():
-            for compression in self.compressions if isinstance(each, Optimizer) else ():
-                if compression.optimizers.owned(each):
-                    found.setdefault(compression, f".{name}")
-        for compression, name in found.items():
-            ending = name if len(found) > 1 else ""
-            yield ending, f"{path}{ending}", compression
+            owned = [
+                compression
+                for compression in (self.compressions if isinstance(each, Optimizer) else ())
+                if compression not in found and compression.optimizers.owned(each)
+            ]
+            found |= {compression: f".{name}" + f".{number}" * (number > 0) for number, compression in enumerate(owned)}
+        return found
 
     def _check_no_compression(self, state: Mapping[str, Any], verb: str) -> None:
         if wrong := [name for name, each in state.items() if isinstance(each, Compression)]:

@@ -10,9 +10,15 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from lightning_compress.callbacks.meprop import MePropMixin
 from lightning_compress.callbacks.minibatch_size import MinibatchSizeMixin
 from lightning_compress.callbacks.monitor import MonitorMixin
+from lightning_compress.callbacks.profile import ProfileMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
+from lightning_compress.strategies.asynchronous import AsyncGossipMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
 from lightning_compress.strategies.constructors import GossipMixin, LocalSGDMixin
+
+
+class AsyncGossipStrategy(AsyncGossipMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
+    """See ``lightning_compress.AsyncGossipStrategy``."""
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
@@ -39,6 +45,10 @@ class MinibatchSize(MinibatchSizeMixin, Callback):
     """See ``lightning_compress.MinibatchSize``."""
 
 
+class StepProfile(ProfileMixin, Callback):
+    """See ``lightning_compress.StepProfile``."""
+
+
 class SufficientFactors(SufficientFactorsMixin, Callback):
     """See ``lightning_compress.SufficientFactors``."""
 
@@ -50,6 +60,7 @@ def __getattr__(name: str) -> object:
     return getattr(import_module("lightning_compress.contrib.pytorch_lightning"), name)
 
 
+AsyncGossipStrategy.register_strategies(StrategyRegistry)
 CompressedDDPStrategy.register_strategies(StrategyRegistry)
 GossipStrategy.register_strategies(StrategyRegistry)
 LocalSGDStrategy.register_strategies(StrategyRegistry)

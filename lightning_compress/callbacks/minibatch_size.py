@@ -73,7 +73,9 @@ class MinibatchSizeMixin:
         self, largest: int, epochs: int | Sequence[int] = 5, margin: float = 1.0, probe: int | float = 0.5
     ) -> None:
         must(lambda value: _whole(value) and value > 1, "a whole number of batches, 2 or more")("largest", largest)
-        must(lambda value: 0 <= value < math.inf, "a percentage, 0.0 or more")("margin", margin)
+        must(lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a percentage, 0.0 or more")(
+            "margin", margin
+        )
         fits = lambda value: _whole(value) or (type(value) is float and 0 < value <= 1)  # noqa: E731
         must(fits, "a number of batches, or a share of the epoch above 0.0 and at most 1.0")("probe", probe)
         self.largest, self.epochs, self.margin, self.probe = largest, _epochs(epochs), float(margin), probe
@@ -130,6 +132,10 @@ class MinibatchSizeMixin:
         """Give the Trainer its own size back."""
         if stage == "fit" and self._least:
             trainer.accumulate_grad_batches = self._least
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give the Trainer its own size back; Lightning leaves ``teardown`` out."""
+        self.teardown(trainer, pl_module, "fit")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run continues from; optimizers and schedules keep the rates that belong to it."""

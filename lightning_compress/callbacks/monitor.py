@@ -10,11 +10,16 @@ from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 
+from lightning_compress.settings.parsing import must
+
 
 class MonitorMixin:
     """Makes a ``Callback`` a communication monitor; see ``CommunicationMonitor``."""
 
     def __init__(self, prefix: str = "comm/", progress_bar: bool = True, summary: bool = False) -> None:
+        must(lambda value: isinstance(value, str), "a text, such as 'comm/'")("prefix", prefix)
+        for name, given in (("progress_bar", progress_bar), ("summary", summary)):
+            must(lambda value: isinstance(value, bool), "True or False")(name, given)
         self.prefix = prefix
         self.progress_bar = progress_bar
         self.summary = summary

@@ -19,8 +19,8 @@ class ProfileMixin:
     """Makes a ``Callback`` a profile of steps; see ``StepProfile``."""
 
     def __init__(self, path: str | PathLike[str] = "profile.json", steps: int = 30, warm: int = 5) -> None:
-        if steps < 1 or warm < 0:
-            raise ValueError(f"StepProfile(steps={steps}, warm={warm}): steps must be 1 or more, warm 0 or more")
+        if not (type(steps) is type(warm) is int and steps >= 1 and warm >= 0):
+            raise ValueError(f"StepProfile(steps={steps!r}, warm={warm!r}): steps must be 1 or more, warm 0 or more")
         self.path, self.steps, self.warm = Path(path), steps, warm
         self._ends: list[float] = []
 

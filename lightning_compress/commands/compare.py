@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from json import dumps
 from pathlib import Path
@@ -48,8 +49,12 @@ def gradients_of(source: str) -> Gradients | list[Gradients]:
     try:
         content: Any = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:
+        reason = type(error).__name__
+        if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice would run any code
+            reason = f"it also holds a {foreign[1]}"
         raise ValueError(
-            f"{source} is not a file of tensors ({type(error).__name__}); write it by torch.save"
+            f"{source} is not a file of tensors ({reason}); save the gradients alone, by torch.save({{name: p.grad for "
+            "name, p in model.named_parameters()}, 'gradients.pt')"
         ) from error
     if isinstance(content, Mapping) and "optimizer_states" in content:
         moments = dict(_moments(content["optimizer_states"]))

@@ -85,10 +85,13 @@ def predict(
         computing_s: seconds of a step without communication.
     """
     total = sum(prod(shape) for _, shape in parameters)
+    running = settings or RunState.of("none", AllReduce())
+    offers = dict[object, Offer]()  # large models have many buckets that are alike
     buckets = []
     for bucket in buckets_of(parameters, place.bucket_bytes if settings else BUCKET):
         share = sum(prod(shape) for _, shape in bucket) / total
-        offer = place.offer(settings or RunState.of("none", AllReduce()), bucket)
+        alike = tuple((running.rules.method_of(name, shape), shape) for name, shape in bucket)
+        offer = offers[alike] = offers.get(alike) or place.offer(running, bucket)
         device_s = offer.device_s if settings else 0.0  # DistributedDataParallel sends its buckets as they are
         sent = offer.plan.cost.bytes_sent
         backward_s = computing_s * BACKWARD * share

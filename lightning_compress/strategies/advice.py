@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_compress.codecs import Rotated
+from lightning_compress.core.kinds import kinds_of
 from lightning_compress.engine.checks import trained_parameters
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.planning.summary import label
@@ -78,10 +80,21 @@ def _embeddings_beside_adam(settings: RunState, optimizers: Iterable[object], mo
     return ""
 
 
+def steps_of(trainer: Any) -> float:
+    """Return the steps of a fit; -1: nobody knows, or a LearningRateFinder trains before it."""
+    finding = any("_LRCallback" in kinds_of(each) for each in trainer.callbacks)
+    return -1 if finding else float(trainer.estimated_stepping_batches)
+
+
 def few_steps(settings: RunState, steps: float) -> str:
-    """Return a warning if a run ends before what coarse methods leave for later steps has been sent, or nothing."""
+    """Return a warning if a run ends before coarse methods have sent what they leave for later steps, or nothing.
+
+    Args:
+        settings: of the run.
+        steps: see ``steps_of``.
+    """
     coarse = [method for method in settings.methods if method.contractive and not method.safe_with_adam]
-    if not coarse or steps >= FEW_STEPS:
+    if not coarse or steps < 0 or steps >= FEW_STEPS:
         return ""
     return (
         f"{label(coarse[0])} may cost accuracy in a run of {steps:g} steps: later steps send what a step leaves out. "
@@ -91,7 +104,7 @@ def few_steps(settings: RunState, steps: float) -> str:
 
 
 def short_round(synchroniser: Synchroniser, steps: float) -> str:
-    """Return a warning if a fit of so many steps ends before its first round does, or nothing; -1: nobody knows."""
+    """Return a warning if a fit of so many steps ends before its first round does, or nothing; see ``steps_of``."""
     every = synchroniser.steps_per_count
     if steps < 0 or steps - synchroniser.averaged_steps >= every:
         return ""

@@ -188,8 +188,7 @@ class AsyncGossipMixin(PeriodicMixin):
         """See ``PeriodicStrategy``; the step is this rank's own."""
         super().load_optimizer_state_dict(checkpoint)
         if self._fitting:
-            self._counts = dict.fromkeys(map(id, self.optimizers), 0)
-            self._counts[id(self.optimizers[0])] = self.attempts
+            self._counts = dict.fromkeys(map(id, self.optimizers), self.attempts)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others why this rank stops."""

@@ -20,7 +20,7 @@ from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
-from lightning_compress.strategies.advice import few_steps, name_ours, untested, warn, warn_beside_adam
+from lightning_compress.strategies.advice import few_steps, name_ours, steps_of, untested, warn, warn_beside_adam
 from lightning_compress.strategies.common import CommonMixin, accumulation
 from lightning_compress.strategies.compression import CompressionMixin
 from lightning_compress.strategies.rendezvous import Rendezvous
@@ -70,7 +70,7 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
             most = trainer.max_steps * accumulation(trainer)
             self._rendezvous.compare_batches(most if most >= 0 else math.inf)
         self._tell()
-        warn(few_steps(self._settings, trainer.estimated_stepping_batches) if self.world_size > 1 else "")
+        warn(few_steps(self._settings, steps_of(trainer)) if self.world_size > 1 else "")
         warn(untested(self.root_device))
 
     def _tell(self) -> None:

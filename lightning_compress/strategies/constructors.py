@@ -66,6 +66,11 @@ class LocalSGDMixin(PeriodicMixin):
 
     __init__ = constructor(LocalSGD, map(_option, OPTIONS))
 
+    def _finish_steps(self) -> None:
+        if list(self._counts.values()).count(self.attempts) > 1:
+            self.synchroniser.after_step()  # an optimizer has stepped since the last count, perhaps after a round
+        super()._finish_steps()
+
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names of ``LOCAL_STEPS``, each with its variants."""

@@ -16,14 +16,14 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_compress.collectives import TorchCollective, consensus
+from lightning_compress.collectives import TorchCollective
 from lightning_compress.core import state_dict
 from lightning_compress.core.kinds import kinds_of
 from lightning_compress.core.registry import plain
 from lightning_compress.engine import checks
-from lightning_compress.periodic.synchroniser import Synchroniser, differing
+from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.strategies import sidecar
-from lightning_compress.strategies.advice import short_round, untested, warn
+from lightning_compress.strategies.advice import short_round, steps_of, untested, warn
 from lightning_compress.strategies.common import CommonMixin
 from lightning_compress.strategies.recount import Recount
 from lightning_compress.strategies.rendezvous import ELSEWHERE, END, Rendezvous
@@ -69,7 +69,7 @@ class PeriodicMixin(CommonMixin):
     def attempts(self) -> int:
         """Optimizer steps attempted so far; equal on all ranks, even if a GradScaler skips some on one rank.
 
-        With several optimizers, the count of the one that steps most.
+        With several optimizers, a step counts if the same optimizer has stepped since the last one that counted.
         """
         return self.synchroniser.attempts
 
@@ -119,7 +119,7 @@ class PeriodicMixin(CommonMixin):
         if not self.synchroniser.furthest():
             self.synchroniser.rebase(0)  # hooks may have loaded another model
         rank_zero_info(f"lightning_compress: {self.synchroniser.summary}")
-        warn(short_round(self.synchroniser, self._trainer.estimated_stepping_batches))
+        warn(short_round(self.synchroniser, steps_of(self._trainer)))
         warn(untested(self.root_device))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -150,8 +150,9 @@ class PeriodicMixin(CommonMixin):
         finally:
             self._stepping = False
         self._shared = None
-        count = self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
-        if count > self.attempts:  # else another optimizer has counted this step
+        counted = self.attempts
+        count = self._counts[id(optimizer)] = max(self._counts.get(id(optimizer), 0) + 1, counted)
+        if count > counted:  # else another optimizer has counted since this one has stepped
             self.synchroniser.after_step()
         return output
 
@@ -177,9 +178,12 @@ class PeriodicMixin(CommonMixin):
         if self._averages_weights:
             self.synchroniser.put(self.synchroniser.averaged_model(plain=True))
         else:
-            self.synchroniser.finish()
+            self._finish_steps()
             self.synchroniser.put(self._recounted({}))
         self._ended = True
+
+    def _finish_steps(self) -> None:
+        self.synchroniser.finish()
 
     def on_train_end(self) -> None:
         """Average the models that SWA left on the ranks; act on signals of the last batches."""
@@ -290,7 +294,7 @@ class PeriodicMixin(CommonMixin):
             checkpoint[sidecar.ATTEMPTS] = [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers]
             tree = self._tree()
             if not self.gives_up and self._resume.state != "none":
-                for name in self._frozen_in(checkpoint.get("state_dict", {})):
+                for name in self._resume.frozen_alike(self._frozen(), checkpoint.get("state_dict", {})):
                     del tree["model"][name]
             path = str(filepath) if self.gives_up else self.broadcast(str(filepath))  # may contain a rank's own metric
             method = self.synchroniser.method
@@ -299,17 +303,10 @@ class PeriodicMixin(CommonMixin):
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _frozen_in(self, saved: Mapping[str, Any]) -> set[str]:
-        """Return names of frozen parameters that are the same on all ranks and in the checkpoint. Collective."""
+    def _frozen(self) -> dict[str, Tensor]:
         assert self.lightning_module is not None
-        replica, ranks, device = self.replica(), TorchCollective(), self.root_device
-        names = [name for name, each in self.lightning_module.named_parameters() if not each.requires_grad]
-        frozen = {name: replica[name].detach() for name in names}
-        if not names:
-            return set()
-        different = set(differing(frozen, ranks, device))
-        absent = consensus.anywhere([not _equal(each, saved.get(name)) for name, each in frozen.items()], ranks, device)
-        return {name for name, missing in zip(names, absent, strict=True) if not missing} - different
+        replica, named = self.replica(), self.lightning_module.named_parameters()
+        return {name: replica[name].detach() for name, each in named if not each.requires_grad}
 
     def _tree(self) -> sidecar.Tree:
         own = self._final_synchroniser.state_dict()
@@ -358,7 +355,8 @@ class PeriodicMixin(CommonMixin):
         """Return the figures of the fit: what was sent, in all and in a round."""
         if not self._started or self.world_size == 1:
             return []
-        return of_rounds(self.comm_stats(), self.synchroniser.steps_per_count)
+        first = self.synchroniser.averaged_steps
+        return of_rounds(self.comm_stats(), self.synchroniser.steps_per_count, self.attempts - first)
 
     def measure_every(self, steps: int) -> None:
         """Measure time and compression error about once every ``steps`` steps."""
@@ -372,14 +370,11 @@ class PeriodicMixin(CommonMixin):
             RuntimeError: no fit has begun.
         """
         if not self._started:
-            raise RuntimeError(f"there is no {self.synchroniser.kind} in this process: it begins with trainer.fit()")
+            raise RuntimeError(
+                f"no {self.synchroniser.kind} in this process: this begins with trainer.fit(), and with "
+                "start_method='spawn' it is in the spawned processes. Use CommunicationMonitor to see the figures"
+            )
         return self.synchroniser
-
-
-def _equal(own: Tensor, other: object) -> bool:
-    if not isinstance(other, Tensor) or (own.dtype, own.shape, own.device) != (other.dtype, other.shape, other.device):
-        return False
-    return own.equal(other)
 
 
 class PeriodicStrategy(PeriodicMixin, DDPStrategy):

@@ -57,10 +57,11 @@ def of_fit(
     if not compression.active or ranks == 1:
         return []
     stats = compression.stats()
-    lines = [traffic(stats, "step"), *times(stats, step_ms, first=compression.meter.sampled == 1)]
+    first = compression.meter.sampled == 1
+    lines = [traffic(stats, "step"), *times(stats, step_ms, first=first)]
     if compression.settings.options.delay:
         lines.append(("delay", "the average of the last step was not applied; a checkpoint keeps it"))
-    if step_ms is not None:
+    if step_ms is not None and not first:
         lines += expected(compression.settings, model, ranks, bucket_mb, max(0.0, step_ms - stats["wait_ms"]))
     return lines
 
@@ -79,15 +80,16 @@ def log_hyperparameters(trainer: Any, runs: RunSummary) -> None:
         logger.log_hyperparams(hyperparameters | runs.hyperparameters())
 
 
-def of_rounds(stats: Mapping[str, Any], every: int) -> Lines:
+def of_rounds(stats: Mapping[str, Any], every: int, steps: int) -> Lines:
     """Return the figures of a fit whose ranks met every so many steps.
 
     Args:
-        stats: the strategy's ``comm_stats``.
+        stats: the strategy's ``comm_stats``; its ``ratio`` is the last round's.
         every: steps of a round.
+        steps: of all rounds. If the last one was shorter, it says nothing of the others.
     """
-    if every == 1:
-        return [traffic(stats, "step")]
+    if every == 1 or steps % every:
+        return [traffic(stats, "step" if every == 1 else "round")]
     ratio = stats["ratio"]
     return [traffic(stats, "round"), ("ratio", f"{ratio:.3g} x fewer bytes a step, {ratio / every:.3g} x a round")]
 
@@ -107,7 +109,8 @@ def times(stats: Mapping[str, Any], step_ms: float | None, *, first: bool = Fals
     took += f"; of these, {hidden:.1f} ms were hidden behind the backward pass"
     lines = [("average", took + " (in the first step, which also loads kernels)" * first)]
     if step_ms is not None:
-        lines.append(("step", f"{step_ms:.1f} ms (median); the last one measured waited {stats['wait_ms']:.1f} ms"))
+        waited = "" if first else f"; the last one measured waited {stats['wait_ms']:.1f} ms"
+        lines.append(("step", f"{step_ms:.1f} ms (median){waited}"))
     return lines
 
 

@@ -9,10 +9,12 @@ from typing import Any, get_args
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.core import errors, state_dict
 from lightning_compress.engine.compression import Compression
+from lightning_compress.periodic.synchroniser import differing
 from lightning_compress.planning.decide import keep
 from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.sidecar import Files, Save, Saved, SavedState, Tree
@@ -123,6 +125,20 @@ class Resume:
         tree = saved.part(files, self.ranks.rank, _checked)
         return tree, tree["common"]
 
+    def frozen_alike(self, frozen: Mapping[str, Tensor], saved: Mapping[str, Any]) -> set[str]:
+        """Return the names of tensors that are the same on all ranks and in the checkpoint. Collective.
+
+        Args:
+            frozen: of this rank, by name.
+            saved: the checkpoint's.
+        """
+        if not frozen:
+            return set()
+        different = set(differing(frozen, self.ranks, self.device))
+        changed = [not _equal(each, saved.get(name)) for name, each in frozen.items()]
+        absent = consensus.anywhere(changed, self.ranks, self.device)
+        return {name for name, missing in zip(frozen, absent, strict=True) if not missing} - different
+
     def without(self, problem: ValueError, content: Mapping[str, Any], instead: str) -> str:
         """Return a warning that the run continues without its saved state.
 
@@ -203,6 +219,12 @@ def restore_compression(resume: Resume, files: Files, content: Mapping[str, Any]
         instead = "Error feedback begins again from zero, and warm-up and schedules at their first step"
         return resume.without(error, content, instead)
     return ""
+
+
+def _equal(own: Tensor, other: object) -> bool:
+    if not isinstance(other, Tensor) or (own.dtype, own.shape, own.device) != (other.dtype, other.shape, other.device):
+        return False
+    return own.equal(other)
 
 
 def _checked(tree: object) -> Tree:

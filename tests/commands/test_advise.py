@@ -11,6 +11,7 @@ import torch
 from lightning_compress import CompressedDDPStrategy, StepProfile
 from lightning_compress.__main__ import COMMANDS, main
 from lightning_compress.commands import advise
+from lightning_compress.planning import predict
 from lightning_compress.planning.cost import CODES, COPIES, LISTS, Link
 from tests.helpers.training import Net, fit
 
@@ -79,7 +80,17 @@ def test_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     (tmp_path / "own_net.py").write_text("from torch import nn\nclass Net(nn.Linear):\n  def __init__(self):\n"
                                          "    super().__init__(2048, 1024)\n")  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert "2.1 M parameters" in said(capsys, "advise --model own_net:Net --ranks 2 --gbit 1 --compute-ms 10")
+    for given in ("own_net", "own_net.py", "./own_net.py", tmp_path / "own_net.py"):
+        assert "2.1 M parameters" in said(capsys, f"advise --model {given}:Net --ranks 2 --gbit 1 --compute-ms 10")
+
+
+def test_buckets_that_are_alike_are_predicted_once(monkeypatch):
+    asked, offer = [], predict.Place.offer
+    monkeypatch.setattr(predict.Place, "offer", lambda *given: asked.append(given) or offer(*given))
+    parameters = [(f"weight {number}", (1024, 1024)) for number in range(200)]
+    rows = advise.predicted(parameters, 8, Link(1e-4, 1e8), 100.0, "sgd")
+    assert len(asked) < 5 * len(rows)
+    assert rows[0].megabytes == pytest.approx(200 * 2 * 7 / 8 * 4 * 2**20 / 1e6, rel=0.01)
 
 
 def _one_process(path):
@@ -134,6 +145,8 @@ REFUSED = [
     ("advise --params 10 --ranks 2 --gbit 1 --compute-ms 10", "--params 10: so few parameters are not compressed"),
     ("advise --model nosuch:Net --ranks 2 --gbit 1 --compute-ms 10", "--model nosuch:Net cannot be made"),
     ("advise --model json:dumps --ranks 2 --gbit 1 --compute-ms 10", "whose arguments all have defaults"),
+    ("advise --model torch.nn:ReLU --ranks 2 --gbit 1 --compute-ms 10", "torch.nn:ReLU has no parameter to train"),
+    ("advise --params 1e6 --ranks 2 --gbit 1 --compute-ms 10 --cores-per-rank 0", "--cores-per-rank 0.0: it must be"),
     ("advise --model types:SimpleNamespace --ranks 2 --gbit 1 --compute-ms 10", "not a torch.nn.Module"),
     ("link", "is not set; start it with torchrun"),
     ("compare nosuch.pt", "nosuch.pt is neither a file nor a function"),

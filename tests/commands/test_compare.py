@@ -45,6 +45,12 @@ def test_a_checkpoint_without_momentum_is_refused(tmp_path):
         gradients_of(str(tmp_path / "a.ckpt"))
 
 
+def test_a_file_of_other_objects_says_which(tmp_path):
+    torch.save({"gradient": torch.ones(2), "folder": tmp_path}, tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"it also holds a pathlib\S*; save the gradients alone"):
+        gradients_of(str(tmp_path / "a.ckpt"))
+
+
 def test_a_function_of_ones_own(tmp_path, monkeypatch):
     lines = ["model = torch.nn.Linear(64, 64)", "model(torch.ones(2, 64)).sum().backward()", "return model"]
     (tmp_path / "own_gradients.py").write_text(

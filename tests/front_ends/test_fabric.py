@@ -275,6 +275,37 @@ def test_two_models_in_one_checkpoint(pools, tmp_path):
         assert not said
 
 
+def _shared(folder, names):
+    """Two models whose parameters have other names stepped by one optimizer, and a third by its own."""
+    fabric = launched(CompressedDDPStrategy("topk"))
+    models = [fabric.setup_module(each) for each in (Scores(), nn.Sequential(nn.Linear(64, 64)), Scores())]
+    both = torch.optim.SGD([each for model in models[:2] for each in model.parameters()], 0.1)
+    both, own = fabric.setup_optimizers(both, torch.optim.SGD(models[2].parameters(), 0.1))
+    objects = {"both": both, "own": own} | dict(zip(("first", "second", "third"), models, strict=True))
+    said = []
+    if names:
+        _, said = quietly(fabric.load, f"{folder}/some.ckpt", {name: objects[name] for name in names})
+    else:
+        data = torch.randn(8, 64, generator=torch.Generator().manual_seed(fabric.global_rank))
+        for model in models:
+            fabric.backward((model(data) - data.flip(1)).square().mean())
+        both.step()
+        own.step()
+        fabric.save(f"{folder}/some.ckpt", objects)
+    found = [each.groups.states() for each in fabric.strategy.compressions]
+    return [float(sum(state.committed.square().sum() for state in states)) for states in found], said
+
+
+@pytest.mark.parametrize("names", [["first", "second", "third", "both", "own"], ["third", "own"], ["first", "both"]])
+def test_each_model_gets_its_own_residual_back(pools, tmp_path, names):
+    saved = [kept for kept, _ in pools[2].run(_shared, str(tmp_path), [])]
+    for kept, (restored, said) in zip(saved, pools[2].run(_shared, str(tmp_path), names), strict=True):
+        assert all(kept)
+        assert restored == pytest.approx([kept[0] * ("both" in names), kept[1] * ("both" in names),
+                                          kept[2] * ("own" in names)])  # fmt: skip
+        assert not said
+
+
 def _residuals(fabric):
     return torch.cat([each.committed for each in fabric.strategy.compression.groups.states()]).numpy()
 

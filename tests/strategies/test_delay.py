@@ -25,7 +25,7 @@ from tests.engine.test_modes import TwoOptimizers
 from tests.helpers.lives import live
 from tests.helpers.sizes import by_turns
 from tests.helpers.training import Net, fit, quiet_trainer
-from tests.strategies.test_report import _said
+from tests.strategies.test_report import Measures, _said
 from tests.strategies.test_resume import KEEPERS, METHODS, interrupted
 from tests.strategies.test_resume import fit as fit_epochs
 
@@ -253,7 +253,7 @@ def test_what_cannot_work_is_refused_on_every_rank(pools, make, settings, said):
 
 def said():
     assert rank_zero_module.log
-    return _said(CompressedDDPStrategy("topk", **DELAY))[0]
+    return _said(CompressedDDPStrategy("topk", **DELAY), callbacks=[Measures()])[0]
 
 
 def test_a_fit_says_that_averages_are_late_and_that_the_last_one_is_not_applied(pools):

@@ -612,7 +612,7 @@ def _several(accumulate):
     return trainer.strategy.attempts, trainer.strategy.comm_stats()["steps"], parameters(model).numpy()
 
 
-@pytest.mark.parametrize(("accumulate", "attempts", "rounds"), [(True, 4, 2), (False, 8, 3)])
+@pytest.mark.parametrize(("accumulate", "attempts", "rounds"), [(True, 4, 2), (False, 9, 3)])
 def test_accumulation_and_several_optimizers_in_manual_optimization(pools, accumulate, attempts, rounds):
     first, second = pools[2].run(_several, accumulate)
     assert first[:2] == second[:2] == (attempts, rounds)

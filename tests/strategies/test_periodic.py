@@ -118,7 +118,7 @@ def _several():
 
 
 def test_several_optimizers_in_manual_optimization_count_as_the_most_of_them(pools):
-    assert pools[2].run(_several) == [(8, [3, 6], [4, 8])] * 2
+    assert pools[2].run(_several) == [(8, [3, 6], [8, 8])] * 2
 
 
 class Raw(Net):
