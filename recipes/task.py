@@ -225,25 +225,29 @@ class Task(LightningModule, ABC):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Make the optimizer over the groups of weight decay, and the schedule.
 
-        It is advanced every step; with ``MinibatchSize``, which changes the steps of an epoch, every epoch.
+        It is advanced every step; every epoch where nobody knows an epoch's steps: with ``MinibatchSize``, which sets
+        them, and where ranks share batches.
 
         Raises:
             ValueError: the run has no end, so that the schedule has no length, or a warm-up counts steps that change.
         """
         self.trainer.fit_loop.setup_data()  # so that the length of an epoch is known
-        total = self.trainer.estimated_stepping_batches
+        accumulate, epochs_in_all = self.trainer.accumulate_grad_batches, self.trainer.max_epochs or 0
+        shared = math.isinf(self.trainer.num_training_batches) and self.trainer.max_steps < 0
+        total = epochs_in_all if shared else self.trainer.estimated_stepping_batches
         if not math.isfinite(total) or total < 1:
             raise ValueError(f"{total} training steps: a schedule needs trainer.max_epochs or trainer.max_steps")
-        accumulate = self.trainer.accumulate_grad_batches
-        per_epoch = math.ceil(self.trainer.num_training_batches / accumulate)
+        per_epoch = 1 if shared else math.ceil(self.trainer.num_training_batches / accumulate)
         batch, reference = self.batch
         peak = batch * self.trainer.world_size * accumulate / reference if reference else 1.0
         epochs, steps = self.warmup
-        by_epoch = any(isinstance(each, MinibatchSize) for each in self.trainer.callbacks)  # type: ignore[attr-defined]
+        searched = any(isinstance(each, MinibatchSize) for each in self.trainer.callbacks)  # type: ignore[attr-defined]
+        by_epoch = searched or shared
         if by_epoch and steps:
+            given = "minibatch=search" if searched else "batches that ranks share (strategy.share_work)"
             raise ValueError(
-                f"recipe.warmup_steps={steps}: with minibatch=search, schedules count epochs; set "
-                "recipe.warmup_epochs, and recipe.warmup_steps=null"
+                f"recipe.warmup_steps={steps}: with {given}, schedules count epochs; set recipe.warmup_epochs, and "
+                "recipe.warmup_steps=null"
             )
         if by_epoch:
             total, per_epoch = total / per_epoch, 1

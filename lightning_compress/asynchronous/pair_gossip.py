@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_compress.asynchronous.modulo_pairs import ModuloAverage, check_settings
 from lightning_compress.asynchronous.pairwise import Askers, PairwiseAverage
 from lightning_compress.asynchronous.shared_model import SharedModel
+from lightning_compress.codecs import Dense, Method
 from lightning_compress.collectives.links import Links, Message, Reply
 from lightning_compress.core.registry import build
 from lightning_compress.gossip.build import COMPRESSORS
@@ -33,14 +34,16 @@ class ADPSGD:
     """
 
     NAMES: ClassVar[tuple[str, ...]] = ()
-    compressor: Moniqua | str | Mapping[str, object] | None = None
+    compressor: Dense | Moniqua | str | Mapping[str, object] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.compressor in (None, "none"):
+        built = (
+            None if self.compressor is None else build("compressor", self.compressor, COMPRESSORS, (Method, Moniqua))
+        )
+        if built is None or isinstance(built, Dense):
             object.__setattr__(self, "compressor", None)
             return
-        built = build("compressor", self.compressor, COMPRESSORS, (Moniqua,))
         if not isinstance(built, Moniqua):
             raise ValueError(
                 f"compressor={self.compressor!r}: models that are averaged at different times have no residual in "

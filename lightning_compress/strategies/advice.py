@@ -80,6 +80,24 @@ def _embeddings_beside_adam(settings: RunState, optimizers: Iterable[object], mo
     return ""
 
 
+def frozen_early(callbacks: Iterable[object], module: nn.Module) -> str:
+    """Return a warning if a fine-tuning callback froze parameters that cannot be averaged once it unfreezes them.
+
+    Args:
+        callbacks: of the Trainer.
+        module: that DistributedDataParallel has just wrapped.
+    """
+    frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
+    by = [type(each).__name__ for each in callbacks if "BaseFinetuning" in kinds_of(each)]
+    if not frozen or not by:
+        return ""
+    return (
+        f"{by[0]} has frozen {len(frozen)} parameters, such as {frozen[0]}, before DistributedDataParallel was built, "
+        "which never averages them: unfreezing them will raise an error. Freeze them in on_fit_start and set "
+        "find_unused_parameters=True, as docs/unsupported.md shows"
+    )
+
+
 def steps_of(trainer: Any) -> float:
     """Return the steps of a fit; -1: nobody knows, or a LearningRateFinder trains before it."""
     finding = any("_LRCallback" in kinds_of(each) for each in trainer.callbacks)

@@ -20,7 +20,15 @@ from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
-from lightning_compress.strategies.advice import few_steps, name_ours, steps_of, untested, warn, warn_beside_adam
+from lightning_compress.strategies.advice import (
+    few_steps,
+    frozen_early,
+    name_ours,
+    steps_of,
+    untested,
+    warn,
+    warn_beside_adam,
+)
 from lightning_compress.strategies.common import CommonMixin, accumulation
 from lightning_compress.strategies.compression import CompressionMixin
 from lightning_compress.strategies.rendezvous import Rendezvous
@@ -55,6 +63,7 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         if fitting:
             self._check_optimizers()
             self._watch_clipping()
+            warn(frozen_early(trainer.callbacks, self.lightning_module) if self.world_size > 1 else "")
             self._told, self._clock = False, StepClock()
             if trainer.ckpt_path is None:
                 self._tell()

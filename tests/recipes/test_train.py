@@ -471,6 +471,14 @@ def test_csv_files_keep_what_spawned_processes_wrote(tmp_path: Path) -> None:
     assert rows == ["0,3,,2.0", "0,4,0.5,"]
 
 
+@pytest.mark.parametrize("compressor", ["moniqua", "none"])
+def test_ranks_that_share_batches_count_epochs(tmp_path: Path, compressor: str) -> None:
+    overrides = ["debug=fast", "trainer=cpu_2proc", "strategy=async_gossip", "trainer.limit_train_batches=1.0"]
+    done = train(*overrides, f"compressor={compressor}", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 1
+
+
 @pytest.mark.thorough
 def test_multirun_of_spawned_processes_writes_its_csv(tmp_path: Path) -> None:
     overrides = ["debug=fast", "logger=csv", "trainer=cpu_2proc", "strategy.start_method=spawn", "compressor=topk"]

@@ -17,7 +17,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from lightning_compress import AsyncGossipStrategy
+from lightning_compress.codecs import Dense, TopK
 from lightning_compress.core.errors import ExchangeError
+from lightning_compress.reducers.powersgd import PowerSGD
 from tests.helpers.lives import live
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer, saving_on_exception
 
@@ -325,6 +327,8 @@ def test_models_and_optimizers_that_cannot_work_are_refused(pools):
         ({"answer_timeout": True}, "answer_timeout=True"),
         ({"seed": -1}, "seed=-1"),
         ({"compressor": "topk"}, "use 'none' or 'moniqua'"),
+        ({"compressor": TopK(0.01)}, "use 'none' or 'moniqua'"),
+        ({"compressor": PowerSGD()}, "use 'none' or 'moniqua'"),
         ({"algorithm": {"name": "ssp", "stale": 1}}, "ssp has no 'stale'; it has"),
         ({"algorithm": {"name": "ssp", "staleness": -1}}, "staleness=-1"),
         ({"algorithm": "ssp", "compressor": "powersgd"}, "they talk more than once"),
@@ -337,3 +341,8 @@ def test_models_and_optimizers_that_cannot_work_are_refused(pools):
 def test_settings_that_cannot_work_are_refused_at_construction(arguments, said):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         AsyncGossipStrategy(**arguments)
+
+
+@pytest.mark.parametrize("given", [None, "none", {"name": "none"}, Dense()])
+def test_exact_averages_by_any_name(given):
+    assert AsyncGossipStrategy(compressor=given).synchroniser._settings.compressor is None

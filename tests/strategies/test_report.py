@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lightning_compress import CommunicationMonitor, CompressedDDPStrategy, LocalSGDStrategy
@@ -226,3 +227,37 @@ def test_a_rotated_embedding_beside_adam_warns(pools, compressor, optimizer, rul
         "mixes rows of the embedding 'shades.weight'" in each and "'compressor': 'bf16'" in each for each in warned
     )
     assert not others
+
+
+class Freezes(BaseFinetuning):
+    """Freezes the body when the model is set up, or once it is wrapped."""
+
+    def __init__(self, late):
+        super().__init__()
+        self.late = late
+
+    def freeze_before_training(self, module):
+        self.freeze(module.body)
+
+    def finetune_function(self, module, epoch, optimizer):
+        pass
+
+    def setup(self, trainer, module, stage):
+        if not self.late:
+            super().setup(trainer, module, stage)
+
+    def on_fit_start(self, trainer, module):
+        if self.late:
+            self.freeze_before_training(module)
+        super().on_fit_start(trainer, module)
+
+
+def _freezes(late):
+    strategy = CompressedDDPStrategy("rotated", find_unused_parameters=late)
+    return _said(strategy, callbacks=[Freezes(late)])[1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_parameters_that_can_never_be_averaged_are_said(pools, late):
+    warned, _ = pools[2].run(_freezes, late)
+    assert any("Freezes has frozen" in each and "such as body" in each for each in warned) == (not late)
