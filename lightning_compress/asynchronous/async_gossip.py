@@ -374,7 +374,7 @@ def _settings(algorithm: object, compressor: object, seed: int) -> ADPSGD | SSP:
     """Return the settings that ``algorithm`` names, or has."""
     given: dict[str, Any] = dict(algorithm) if isinstance(algorithm, Mapping) else {"name": algorithm}
     name = given.pop("name", None)
-    if name not in ALGORITHMS:
+    if not isinstance(name, str) or name not in ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} must be one of {', '.join(map(repr, ALGORITHMS))}")
     known = list(ALGORITHMS[name].NAMES)
     if unknown := given.keys() - set(known):

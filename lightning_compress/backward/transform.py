@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -107,8 +107,8 @@ def check_settings(skip: object, memory: object, per_example: bool, together: bo
     Raises:
         ValueError: a value is not allowed.
     """
-    if isinstance(skip, str):
-        raise ValueError(f"skip={skip!r} must be a list of patterns: [{skip!r}]")
+    if isinstance(skip, str) or not isinstance(skip, Iterable):
+        raise ValueError(f"skip={skip!r} must be a list of patterns, such as ['head.*']")
     if isinstance(memory, (str, bool)) or not isinstance(memory, (int, float)) or not 0 <= memory <= 1:
         raise ValueError(f"memory={memory!r} must be from 0.0 (what is dropped is lost) to 1.0 (all of it is kept)")
     if per_example and together:

@@ -12,6 +12,8 @@ from lightning_compress.collectives.collective import Collective
 
 PROBLEM_BYTES = 500
 """Bytes of a rank's problem that the other ranks get to read, at most."""
+BLOCK = 32
+"""Bytes by which texts are compared, to show where they differ."""
 SAME_ARGUMENTS = "; start all ranks with the same script and arguments"
 """Advice if settings differ."""
 
@@ -54,8 +56,30 @@ def disagreement(
         return text or f"rank {failed[0]}: {bytes(first.tolist()).rstrip(bytes(1)).decode(errors='ignore')}"
     for place, what in enumerate(said, start=1):
         if others := [str(rank) for rank, row in enumerate(table) if row[place] != table[0][place]]:
-            return f"the {what} of rank {', '.join(others)} differ from those of rank 0{advice}"
+            shown = not isinstance(said[what], int)  # checksums tell nobody anything
+            apart = _difference(repr(said[what]).encode(), int(others[0]), ranks, device) if shown else ""
+            return f"the {what} of rank {', '.join(others)} differ from those of rank 0{apart}{advice}"
     return ""
+
+
+def _difference(letters: bytes, other: int, ranks: Collective, device: torch.device) -> str:
+    """Return what two ranks have where their texts begin to differ; a collective call.
+
+    Args:
+        letters: this rank's text.
+        other: the rank whose text differs from that of rank 0.
+        ranks: the ranks.
+        device: of the tensors that are exchanged.
+    """
+    longest = int(gathered(torch.tensor([len(letters)], device=device), ranks).max())
+    starts = range(0, longest, BLOCK)
+    blocks = [digest(letters[start : start + BLOCK]) for start in starts]
+    table = gathered(torch.tensor(blocks, dtype=torch.int64, device=device), ranks)
+    begin = max(0, starts[int((table[0] != table[other]).nonzero()[0])] - BLOCK)
+    part = letters[begin : begin + 4 * BLOCK].ljust(4 * BLOCK, b"\0")
+    shown = gathered(torch.tensor(list(part), dtype=torch.uint8, device=device), ranks).tolist()
+    own, first = (bytes(shown[rank]).rstrip(bytes(1)).decode(errors="ignore") for rank in (other, 0))
+    return f" (rank {other} has ... {own} ..., and rank 0 has ... {first} ...)"
 
 
 def same(numbers: Tensor, ranks: Collective) -> Tensor:

@@ -74,7 +74,7 @@ class Passes:
         for name in self.open - self._hooks.keys():
             if (parameter := self._parameter(name)) is not None:
                 self.patience = _PATIENCE
-                accumulates = _accumulates(parameter)
+                accumulates = node_of(parameter)
                 self._hooks[name] = accumulates.register_prehook(partial(self._look, name)), accumulates
 
     def _look(self, name: str, _: object) -> None:
@@ -245,7 +245,7 @@ class Passes:
         self._zero.clear()
 
 
-def _accumulates(parameter: Tensor) -> Any:
+def node_of(parameter: Tensor) -> Any:
     """Return the node of the graph that adds up a parameter's gradient, also while it is frozen.
 
     A hook of the node, because torch.autograd.grad would call one of the tensor, too.

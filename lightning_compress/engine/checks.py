@@ -312,9 +312,7 @@ def check_ranks_agree(
         # on an accelerator, kernels sum in another order than tensor operations do
         f"kernels (numba or Triton is installed, or not; {kernels.VARIABLE})": used,
     }
-    consensus.check(
-        compared, problem, collective, device, f"{consensus.SAME_ARGUMENTS}. Rank {collective.rank} has {settings}"
-    )
+    consensus.check(compared, problem, collective, device, consensus.SAME_ARGUMENTS)
 
 
 def check_state(state: object, collective: Collective, device: torch.device) -> None:

@@ -28,6 +28,7 @@ from lightning_compress.collectives import Collective, TorchCollective, consensu
 from lightning_compress.core import state_check, state_dict
 from lightning_compress.core.state_dict import StateDict
 from lightning_compress.engine import checks
+from lightning_compress.engine.accumulation import node_of
 from lightning_compress.engine.compression import Compression, ScaleSource
 from lightning_compress.engine.hook import ThreadHook, Workers
 from lightning_compress.engine.in_flight import Average
@@ -91,9 +92,7 @@ class DelayedCompression(Compression):
             if (compression := owner()) and (looked_at := parameter()) is not None:
                 compression.check_zeroed(looked_at.grad)
 
-        with torch.enable_grad():
-            node: Any = watched.view_as(watched).grad_fn
-        self._node = node.next_functions[0][0]  # which has to live
+        self._node = node_of(watched)  # which has to live
         self.at_close(self._node.register_prehook(look).remove)
 
     def check_zeroed(self, grad: Tensor | None) -> None:

@@ -107,7 +107,7 @@ class Groups:
         runs: list[list[str]] = [[]]
         size = 0
         for name in names:
-            if size >= caps[min(len(runs), len(caps)) - 1]:
+            if runs[-1] and size >= caps[min(len(runs), len(caps)) - 1]:  # a cap may be 0
                 runs.append([])
                 size = 0
             runs[-1].append(name)

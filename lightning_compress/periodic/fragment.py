@@ -134,7 +134,8 @@ class Fragment:
         """Replace the collected changes by their mean over the ranks. Collective: every rank must call it.
 
         Args:
-            steps: local steps that the changes come from. ``bytes_dense`` counts one dense average for each of them.
+            steps: local steps that the changes come from. ``bytes_dense`` counts one dense average of the replicas for
+                each of them.
         """
         meter = self.compression.meter
         before = meter.bytes_dense
@@ -142,7 +143,8 @@ class Fragment:
             names = [name for name, anchor in self.anchors.items() if anchor.dtype == dtype]
             with errors.explained(f"round {self.compression.step}, averaging {names[0]} and on", self._rank):
                 self.compression.reduce([self.anchors[name] for name in names], [self._changes[name] for name in names])
-        meter.bytes_dense += (steps - 1) * (meter.bytes_dense - before)
+        share = sum(each.nbytes for each in self.replicas.values()) / sum(each.nbytes for each in self.anchors.values())
+        meter.bytes_dense = before + round(steps * share * (meter.bytes_dense - before))
 
     def step(self, plain: bool = False) -> bool:
         """Step the anchors by the mean. Collective if the drift check is on.

@@ -329,8 +329,7 @@ class Synchroniser(ABC):
 
     def _compare(self, settings: object, problem: ValueError | None, ranks: Collective, device: torch.device) -> None:
         """Raise on all ranks if one of them has a problem, or if their settings differ."""
-        advice = f"{consensus.SAME_ARGUMENTS}. Rank {ranks.rank} has {settings!r}"
-        consensus.check({f"settings of {self.kind}": settings}, problem, ranks, device, advice)
+        consensus.check({f"settings of {self.kind}": settings}, problem, ranks, device, consensus.SAME_ARGUMENTS)
 
     def _apart_from(self, means: Mapping[str, Tensor]) -> float:
         """Return how far the ranks' models are from their mean, as a share of its norm. Collective."""

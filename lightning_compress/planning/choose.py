@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, World
-from lightning_compress.collectives.counting import all_reduce_rounds
 from lightning_compress.core.registry import register
 from lightning_compress.core.state import States
 from lightning_compress.exchanges import AllGather, AllReduce, Exchange, ExchangePlan, Planner, SplitGather, TwoShot
@@ -161,9 +160,6 @@ class Auto(Planner):
     def offer(self, sections: Sequence[Section], world: World, way: Exchange | None = None) -> Offer:
         """Return the predicted exchange of such vectors, without allocating memory for it; ``measure`` comes first.
 
-        Each exchange is charged at least the rounds of an all-reduce, because a transport sums small messages in fewer
-        rounds too.
-
         Args:
             sections: what the vectors consist of.
             world: at least two ranks.
@@ -171,11 +167,7 @@ class Auto(Planner):
         """
         real = world.device.type == "cpu" or (way is not None and way.plans_collectively)  # parts only exist on CPUs
         dry = world if real else world._replace(device=META)
-        offer = self._best(sections, dry) if way is None else self._offer(way, sections, dry)
-        spared = all_reduce_rounds(world.collective.size) - offer.plan.compared.rounds
-        link = self.link if isinstance(self.link, Link) else self._measured.links["ranks"]
-        offer.seconds += max(0, spared) * link.latency_s
-        return offer
+        return self._best(sections, dry) if way is None else self._offer(way, sections, dry)
 
     def _best(self, sections: Sequence[Section], world: World) -> Offer:
         """Return the best offer: all sections in one message, or each kind separately if that saves time."""

@@ -152,6 +152,8 @@ def _on(
     if steps > 1:
         less += f" a round than float32, {_number(steps * ratio)} x fewer than DDP in its {steps} steps"
     later = f", after {settings.dense_steps} dense {unit}s" if settings.dense_steps else ""
+    changing = sorted({setting for setting, _ in settings.options.schedule.courses})
+    later += f", {' and '.join(changing)} by schedule" if changing else ""
     warning = "".join(
         f"The rule {each} has no effect: its parameters have one dimension or fewer than "
         f"min_numel={settings.rules.min_numel} elements, and stay float32. "

@@ -15,6 +15,8 @@ __all__ = ["Automatic"]
 TRUST = 0.75
 """A candidate replaces float32 only below this share of its predicted time: predictions may be off by a quarter, and
 float32 is the safe choice."""
+LEAST_S = 1e-3
+"""Seconds that it must save in a step, too: compressing costs time in Python that no prediction contains."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Automatic:
     The choice is made once, before the first step, for the whole model. The cost model of ``exchange="auto"`` (or of
     the exchange that was named) predicts the time of each candidate, from measurements of the link and the codecs. The
     figures of rank 0 decide for all ranks. From safe to coarse, the next candidate is taken if it shortens the exchange
-    enough: by a quarter to leave float32 at all, since predictions may be off by that much, and by ``gain`` after that.
-    Float32 is left to DistributedDataParallel and costs what it costs there.
+    enough: by a quarter and a millisecond to leave float32 at all, since predictions may be off, and by ``gain`` after
+    that. Float32 is left to DistributedDataParallel and costs what it costs there.
 
     Where all ranks are on one machine's CPUs, nothing is measured: float32 is fastest there. On several machines the
     link's speed is rounded (1, 2.5, 5, 10 Gbit/s, ...), so that equal runs choose alike; rank 0 logs the argument that
@@ -57,7 +59,8 @@ class Automatic:
         """
         taken = 0
         for index, time in enumerate(seconds):
-            if time < min(TRUST if taken == 0 else 1.0, 1 - self.gain) * seconds[taken]:
+            most = (1 - self.gain) * seconds[taken]
+            if time < (most if taken else min(most, TRUST * seconds[0], seconds[0] - LEAST_S)):
                 taken = index
         return taken
 

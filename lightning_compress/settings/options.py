@@ -134,7 +134,7 @@ def check_delayed(compressors: Iterable[object]) -> None:
         if isinstance(compressor, Reducer):
             raise ValueError(
                 f"delay=1 does not work with compressor={written(compressor)}, which needs several rounds of messages "
-                "for an average. Use a codec, such as compressor='rotated', or delay=0"
+                "for an average. Use a codec, such as compressor='qsgd', or delay=0"
             )
 
 

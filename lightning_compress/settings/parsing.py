@@ -167,7 +167,7 @@ def read_rules(given: object) -> tuple[Rule, ...]:
         if not isinstance(rule, Mapping) or not {"compressor"} <= rule.keys() <= {"match", "kind", "compressor"}:
             raise ValueError(f"the rule {rule!r} must be a mapping with compressor, and match or kind or both")
         match, kind, method = rule.get("match"), rule.get("kind"), build_compressor(rule["compressor"])
-        if kind is not None and kind not in KINDS:
+        if kind is not None and not (isinstance(kind, str) and kind in KINDS):
             raise ValueError(f"the rule {rule!r}: kind={kind!r} must be one of {', '.join(KINDS)}")
         if isinstance(method, Automatic):
             raise ValueError(f"the rule {rule!r}: a rule names its compressor. 'auto' is possible as compressor= only")

@@ -100,11 +100,11 @@ def preset(given: object, compressor: Compressor) -> dict[str, object] | None:
     if "preset" not in fields:
         return None
     name = fields.pop("preset")
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"unknown schedule {name!r}; there are: {', '.join(PRESETS)}, {NONE}")
     unit, length = _length(fields or {"epochs": 1}, f"schedule {name!r}")
     courses: dict[str, object] = {}
-    for setting, values in PRESETS[str(name)].items():
+    for setting, values in PRESETS[name].items():
         own = getattr(compressor, setting, values[-1])
         stages = [*(value for value in values if value > own), own]
         courses[setting] = {"unit": unit, "values": {stage * length: value for stage, value in enumerate(stages)}}

@@ -7,7 +7,7 @@ evaluation and checkpoints, the model that all ranks share is swapped in.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,6 +43,8 @@ class PeriodicMixin(CommonMixin):
     _swa = False
     """Whether SWA has replaced the rank's model by its average; then only the mean of these averages is useful."""
     _started = _stepping = False
+    _schedulers: Sequence[Any] = ()
+    """Restored states of this rank's learning-rate schedules, until the training starts."""
     _shared: Mapping[str, Tensor] | None = None
     """Cache of ``_shared_model``, until the next step."""
     _replaced: dict[str, Tensor] | None = None
@@ -113,7 +115,9 @@ class PeriodicMixin(CommonMixin):
         """Check that all ranks have equally many batches; log what runs."""
         super().on_train_start()
         self._ended = self._swa = False  # a LearningRateFinder runs the loop before the fit does
-        self._shared = None
+        for each, state in zip(self._trainer.lr_scheduler_configs, self._schedulers, strict=False):
+            each.scheduler.load_state_dict(state)  # now: Lightning has restored rank 0's
+        self._shared, self._schedulers = None, ()
         self.rendezvous.compare_batches()
         self.rendezvous.signals.watch_clocks()
         if not self.synchroniser.furthest():
@@ -304,8 +308,7 @@ class PeriodicMixin(CommonMixin):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _frozen(self) -> dict[str, Tensor]:
-        assert self.lightning_module is not None
-        replica, named = self.replica(), self.lightning_module.named_parameters()
+        replica, named = self.replica(), self._trainer.lightning_module.named_parameters()
         return {name: replica[name].detach() for name, each in named if not each.requires_grad}
 
     def _tree(self) -> sidecar.Tree:
@@ -314,6 +317,7 @@ class PeriodicMixin(CommonMixin):
             "common": {"own": own.pop("common"), "counted": self._recount.last},
             "model": {name: tensor.detach() for name, tensor in self.replica().items()},
             "optimizers": [plain(optimizer.state_dict()) for optimizer in self.optimizers],
+            "schedulers": [plain(each.scheduler.state_dict()) for each in self._trainer.lr_scheduler_configs],
             "precision": self.precision_plugin.state_dict(),
             "own": own,
         }
@@ -338,6 +342,7 @@ class PeriodicMixin(CommonMixin):
         synchroniser.put({name: each for name, each in tree["model"].items() if shapes.get(name) == each.shape})
         for optimizer, state in zip(self.optimizers, tree["optimizers"], strict=True):
             optimizer.load_state_dict(state)
+        self._schedulers = tree.get("schedulers", ())  # of a file of an earlier version
         if tree["precision"]:
             self.precision_plugin.load_state_dict(tree["precision"])
         synchroniser.load_state_dict(state_dict.moved(tree["own"] | {"common": tree["common"]["own"]}, device))

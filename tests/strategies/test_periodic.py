@@ -237,6 +237,29 @@ def test_a_resumed_run_is_the_uninterrupted_one(pools, tmp_path, size):
     assert pools[size].run(_resumes, str(tmp_path)) == [[True] * 4] * size
 
 
+class ByOwnMetric(ByStep):
+    """Its learning rate falls if a metric of the rank's own stops falling, which it does not."""
+
+    def on_train_epoch_end(self):
+        self.log("own", 1.0 + 10 * dist.get_rank() - self.current_epoch)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "own"}}
+
+
+def _resumes_schedules(folder):
+    save = ModelCheckpoint(folder, "{epoch}", save_on_train_epoch_end=True, save_top_k=-1)
+    _, whole = fit(make=ByOwnMetric, callbacks=[save], max_epochs=4)
+    trainer, again = fit(make=ByOwnMetric, resume=f"{folder}/epoch=1.ckpt", max_epochs=4)
+    return trainer.optimizers[0].param_groups[0]["lr"], parameters(again).equal(parameters(whole))
+
+
+def test_each_rank_resumes_its_own_learning_rate_schedule(pools, tmp_path):
+    assert pools[2].run(_resumes_schedules, str(tmp_path)) == [(0.05, True)] * 2
+
+
 def fit_again(make, folder, swa=False, but="nothing"):
     """The model that a fit leaves, and the one that it leaves when it is resumed where it had ended.
 
