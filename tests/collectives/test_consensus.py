@@ -39,6 +39,19 @@ def test_who_differs_in_what_is_told_to_all(size):
     assert [str(each) for each in found] == [f"{told}; rank {rank} has them" for rank in range(size)]
 
 
+@pytest.mark.parametrize("place", [0, 7, 299])
+def test_all_are_told_what_differs(place):
+    def program(rank, ranks):
+        layers = [("layer", (number, 64 + (rank == 1 and number == place))) for number in range(300 + rank)]
+        return consensus.disagreement({"settings": "alike", "layers": layers}, None, ranks, CPU, "; start alike")
+
+    for found in on_ranks(3, program):
+        assert found.startswith("the layers of rank 1, 2 differ from those of rank 0 (rank 1 has ... ")
+        assert found.index(f"({place}, 65)") < found.index("rank 0 has ... ") < found.index(f"({place}, 64)")
+        assert found.endswith(" ...); start alike")
+        assert len(found) < 400
+
+
 def test_several_that_differ_are_all_named():
     found = on_ranks(5, lambda rank, ranks: consensus.disagreement({"files": rank % 2}, None, ranks, CPU))
     assert found == ["the files of rank 1, 3 differ from those of rank 0"] * 5

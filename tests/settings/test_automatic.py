@@ -225,6 +225,7 @@ def test_why_it_is_off():
     )
     assert "no parameter has 8388608 elements" in said(compressor="topk", min_numel=1 << 23)
     assert ", after 7 dense steps" in said(compressor="topk", warmup_steps=7)
+    assert said(compressor="topk", schedule="dgc").endswith(", density by schedule")
     ruled = said(compressor="topk", rules=[{"match": "no*", "compressor": "onebit"}])
     assert ruled.startswith("topk (density 0.01) and 1 rule by all_gather, ")
 

@@ -793,6 +793,16 @@ def test_what_is_unfrozen_in_a_fit_is_averaged_from_then_on(pools, tmp_path, kin
     assert dense == pytest.approx(1)
 
 
+def _dense(precision):
+    trainer, model = fit(strategy("diloco"), precision=precision)
+    return trainer.strategy.comm_stats()["total_bytes_dense"] / parameters(model).numel()
+
+
+@pytest.mark.parametrize(("precision", "size"), [("32-true", 4), ("bf16-true", 2), ("64-true", 8)])
+def test_dense_bytes_are_those_of_the_parameters(pools, precision, size):
+    assert pools[2].run(_dense, precision) == [pytest.approx(8 * size)] * 2
+
+
 class Unfreezes(BaseFinetuning):
     """Lightning's own way to it."""
 

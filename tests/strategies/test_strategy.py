@@ -145,6 +145,13 @@ def test_groups_follow_the_buckets_and_keep_every_parameter_once(pools):
     assert all(each[2] > 0 for each in seen)
 
 
+@pytest.mark.parametrize("cap", [0, -1])
+def test_without_a_cap_each_parameter_is_a_bucket(pools, cap):
+    seen, _ = pools[2].run(_buckets, cap)
+    names = sorted(name for name, _ in Net().named_parameters())
+    assert [each[:2] for each in seen] == [(names, len(names))] * 3
+
+
 def _by_name(name):
     trainer, model = fit(name, 2)
     return type(trainer.strategy).__name__, str(trainer.strategy._settings.compressor), parameters(model).numpy()
