@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import hydra.utils
 from hydra import compose, initialize_config_dir
@@ -28,6 +29,7 @@ __all__ = [
     "build",
     "by_group",
     "check_numbers",
+    "check_types",
     "checked",
     "choices",
     "composed",
@@ -50,6 +52,13 @@ CONF = Path(__file__).parents[1] / "conf"
 
 TARGETS = ("lightning_compress.*", "recipes.*", "lightning.pytorch.*", "torch.optim.*")
 """What a ``_target_`` may name."""
+_PLAIN: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+}
 FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "output_dir")
 """Settings that are folders to write to."""
 
@@ -156,12 +165,38 @@ def check_numbers(cfg: DictConfig) -> None:
     if cfg.test_only and cfg.ckpt_path is None:
         raise ValueError("test_only=true: give the checkpoint, as in ckpt_path=outputs/.../epoch=9-step=990.ckpt")
     rate = cfg.optimizer.get("lr") if cfg.get("optimizer") else None
-    if rate is not None and not (isinstance(rate, int | float) and rate > 0):
+    if rate is not None and not (type(rate) in (int, float) and rate > 0):
         raise ValueError(f"optimizer.lr={rate}: a number above 0")
     devices = cfg.trainer.devices
     listed = str(devices).startswith("[") or "," in str(devices)
     if devices not in ("auto", "-1", -1) and not re.fullmatch(r"[\d\s,\[\]]+" if listed else r"[1-9]\d*", str(devices)):
         raise ValueError(f"trainer.devices={devices}: a whole number of at least 1, a list such as [0,1], or auto")
+
+
+def check_types(cfg: DictConfig) -> None:
+    """Refuse values of another type than the class says that takes them; those of other than plain types are its own.
+
+    Args:
+        cfg: the composed config.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for group in ("data", "recipe", "trainer", "optimizer"):
+        node: Any = cfg.get(group) or {}
+        written: Any = OmegaConf.to_container(node, resolve=False) if node else {}
+        bases = hydra.utils.get_class(node["_target_"]).__mro__ if node else ()
+        made = [vars(base)["__init__"] for base in reversed(bases) if "__init__" in vars(base)]
+        hints = {name: hint for each in made for name, hint in get_type_hints(each).items()}
+        for name in [each for each in written if each in hints]:
+            kinds = get_args(hints[name]) if get_origin(hints[name]) in (Union, UnionType) else (hints[name],)
+            if not _PLAIN.keys() >= set(kinds):
+                continue
+            value, source = node[name], re.fullmatch(r"\$\{([\w.]+)\}", str(written[name]))
+            if type(value) not in kinds and not (type(value) is int and float in kinds):
+                setting = source[1] if source else f"{group}.{name}"
+                wanted = [_PLAIN[each] for each in kinds if each is not int or float not in kinds]
+                raise ValueError(f"{setting}={value}: {' or '.join(wanted)}")
 
 
 def choices() -> dict[str, Any]:

@@ -57,6 +57,7 @@ def train(cfg: DictConfig) -> tuple[Score, float]:
     config.check_numbers(cfg)
     config.refuse_foreign_data(cfg)
     refuse_other_recipe(cfg)
+    config.check_types(cfg)
     seed_everything(cfg.seed, workers=True)
     data: Any = config.build(cfg.data)
     model: Task = config.build(cfg.recipe, **data.dims)
