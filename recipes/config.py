@@ -70,6 +70,9 @@ def by_group(arguments: list[str]) -> list[str]:
         arguments: such as ``strategy.compressor=moniqua strategy.compressor.bits=1``.
     """
     inner = "strategy.compressor"
+    chosen = [CONF / f"{each.replace('=', '/', 1)}.yaml" for each in arguments if each.startswith("strategy=")][-1:]
+    if any("compressor: ${compressor}" not in path.read_text() for path in chosen if path.exists()):
+        return arguments  # the strategy has its own
     named = {path.stem for path in (CONF / "compressor").glob("*.yaml")}
     if not any(key == inner and value in named for key, _, value in (each.partition("=") for each in arguments)):
         return arguments
@@ -162,6 +165,8 @@ def check_numbers(cfg: DictConfig) -> None:
         raise ValueError(f"seed={cfg.seed}: a whole number from 0 to {(1 << 32) - 1}")
     if cfg.trainer.limit_test_batches == 0:
         raise ValueError("trainer.limit_test_batches=0: a run is judged by its test set; at least 1")
+    if cfg.trainer.limit_train_batches == 0 and not cfg.test_only:
+        raise ValueError("trainer.limit_train_batches=0: nothing would be trained; at least 1, or test_only=true")
     if cfg.test_only and cfg.ckpt_path is None:
         raise ValueError("test_only=true: give the checkpoint, as in ckpt_path=outputs/.../epoch=9-step=990.ckpt")
     rate = cfg.optimizer.get("lr") if cfg.get("optimizer") else None

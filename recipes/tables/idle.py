@@ -117,6 +117,11 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) ->
             "recovery has no effect: it is none of trainer.callbacks; add it, as in "
             """'trainer.callbacks=["${monitor}", "${recovery}"]'"""
         )
+    if watching and 0 in (cfg.data.get("val_size"), cfg.trainer.limit_val_batches):
+        raise ValueError(
+            "recovery has no effect: nothing is validated, and it follows the validation; set data.val_size and "
+            "trainer.limit_val_batches above 0"
+        )
 
 
 def _typed(group: str, node: DictConfig) -> str:

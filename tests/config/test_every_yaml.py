@@ -16,6 +16,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_compress import AsyncGossipStrategy, CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, Moniqua
+from lightning_compress.codecs import TopK
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.strategies.constructors import LOCAL_STEPS
@@ -241,3 +242,9 @@ def test_plugin_appends_our_groups() -> None:
     path.append("main", "pkg://theirs")
     LightningCompressSearchPathPlugin().manipulate_search_path(path)
     assert [each.path for each in path.get_path()] == ["pkg://theirs", "pkg://lightning_compress.conf"]
+
+
+def test_a_strategy_with_a_compressor_of_its_own_takes_another_one() -> None:
+    command = "trainer=cpu_2proc strategy=sparseloco strategy.compressor=topk"
+    _, _, trainer = built(composed(*by_group(command.split())))
+    assert isinstance(trainer.strategy.synchroniser.settings.compressor, TopK)

@@ -368,6 +368,10 @@ def test_what_multirun_refuses(mode: RunMode, overrides: list[str], refused: boo
             ["trainer=cpu_2proc", "compressor=fft", "recovery=theta"],
             "recovery has no effect: it is none of trainer.callbacks",
         ),
+        (
+            ["trainer=cpu_2proc", "experiment=resnet_recovery", "data.val_size=0"],
+            "recovery has no effect: nothing is validated",
+        ),
     ],
 )
 def test_what_has_no_effect_is_refused(overrides: list[str], words: str) -> None:
@@ -510,6 +514,7 @@ def test_multirun_of_spawned_processes_writes_its_csv(tmp_path: Path) -> None:
         ("trainer.devices=abc", "trainer.devices=abc: a whole number of at least 1"),
         ("trainer.max_epochs=0", "not one step was left to train: trainer.max_epochs=0"),
         ("trainer.limit_test_batches=0", "judged by its test"),
+        ("trainer.limit_train_batches=0", "nothing would be trained"),
     ],
 )
 def test_what_a_run_cannot_do_is_said_before_it_begins(
