@@ -30,6 +30,7 @@ LINES = {
     "post-local SGD 16": "#e377c2",
     "sufficient factors": "#ff7f0e",
     "rotated 4": "#1f77b4",
+    "qsgd 4": "#000080",
     "onebit": "#2ca02c",
     "local SGD 8, rotated 4": "#d62728",
     "DiLoCo 30, rotated 4": "#17becf",
