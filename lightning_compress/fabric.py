@@ -209,12 +209,10 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
         """Return the compressions with an optimizer in ``state``, each with an ending of its key and of its files."""
         found = dict[Compression, str]()
         for name, each in state.items():
-            owned = [
-                compression
-                for compression in (self.compressions if isinstance(each, Optimizer) else ())
-                if compression not in found and compression.optimizers.owned(each)
-            ]
-            found |= {compression: f".{name}" + f".{number}" * (number > 0) for number, compression in enumerate(owned)}
+            models = self.compressions if isinstance(each, Optimizer) else []
+            owned = [model for model in models if model not in found and model.optimizers.owned(each)]
+            for number, compression in enumerate(owned):
+                found[compression] = f".{name}.{number}" if number else f".{name}"
         return found
 
     def _check_no_compression(self, state: Mapping[str, Any], verb: str) -> None:

@@ -38,10 +38,9 @@ class ADPSGD:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        built = (
-            None if self.compressor is None else build("compressor", self.compressor, COMPRESSORS, (Method, Moniqua))
-        )
-        if built is None or isinstance(built, Dense):
+        given = "none" if self.compressor is None else self.compressor
+        built = build("compressor", given, COMPRESSORS, (Method, Moniqua))
+        if isinstance(built, Dense):
             object.__setattr__(self, "compressor", None)
             return
         if not isinstance(built, Moniqua):

@@ -73,9 +73,8 @@ class MinibatchSizeMixin:
         self, largest: int, epochs: int | Sequence[int] = 5, margin: float = 1.0, probe: int | float = 0.5
     ) -> None:
         must(lambda value: _whole(value) and value > 1, "a whole number of batches, 2 or more")("largest", largest)
-        must(lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a percentage, 0.0 or more")(
-            "margin", margin
-        )
+        share = must(lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a percentage, 0.0 or more")
+        share("margin", margin)
         fits = lambda value: _whole(value) or (type(value) is float and 0 < value <= 1)  # noqa: E731
         must(fits, "a number of batches, or a share of the epoch above 0.0 and at most 1.0")("probe", probe)
         self.largest, self.epochs, self.margin, self.probe = largest, _epochs(epochs), float(margin), probe

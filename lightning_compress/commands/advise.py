@@ -135,10 +135,8 @@ def advise(
         cores_per_rank: CPU cores of each process.
         json: print JSON instead of a table.
     """
-    job, cores_per_rank = (
-        _job(params, model, profile, compute_ms, optimizer),
-        _above_zero("cores_per_rank", cores_per_rank),
-    )
+    job = _job(params, model, profile, compute_ms, optimizer)
+    _above_zero("cores_per_rank", cores_per_rank)
     if not any(prod(shape) for _, shape in job.parameters):
         raise ValueError(f"{model or profile} has no parameter to train, so nothing would be sent")
     if ranks is None and gbit is None and "WORLD_SIZE" in os.environ:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from json import dumps
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from lightning_compress.commands.called import called
 from lightning_compress.compare import Gradients
 from lightning_compress.compare import compare as measured
+from lightning_compress.core.foreign import foreign_class
 
 MOMENTS = ("momentum_buffer", "exp_avg")
 """What SGD and Adam call their means of past gradients."""
@@ -50,8 +50,8 @@ def gradients_of(source: str) -> Gradients | list[Gradients]:
         content: Any = torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = type(error).__name__
-        if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice would run any code
-            reason = f"it also holds a {foreign[1]}"
+        if foreign := foreign_class(error):
+            reason = f"it also holds a {foreign}"
         raise ValueError(
             f"{source} is not a file of tensors ({reason}); save the gradients alone, by torch.save({{name: p.grad for "
             "name, p in model.named_parameters()}, 'gradients.pt')"

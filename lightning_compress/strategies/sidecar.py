@@ -23,6 +23,7 @@ from fsspec.core import url_to_fs
 
 from lightning_compress.collectives import Collective
 from lightning_compress.core import state_check, state_dict
+from lightning_compress.core.foreign import foreign_class
 from lightning_compress.core.state_dict import StateDict
 
 KEY = "lightning_compress"
@@ -321,8 +322,8 @@ def _content(files: Files, path: str, save: str) -> Mapping[str, Any]:
         content = _load(files, path)
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        if foreign := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):  # torch's advice would run any code
-            reason = f"it holds a {foreign[1]}, and only tensors, numbers, texts, lists and mappings are allowed"
+        if foreign := foreign_class(error):
+            reason = f"it holds a {foreign}, and only tensors, numbers, texts, lists and mappings are allowed"
         raise ValueError(f"{path} cannot be read: {reason}") from error
     if not isinstance(content, Mapping) or content.get("save") != save:
         raise ValueError(f"{path} is of another save than the checkpoint")
