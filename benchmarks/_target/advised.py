@@ -18,8 +18,8 @@ from lightning_compress.commands import advise
 ROWS = {
     "float32 (DDP)": DENSE,
     "bf16": "our bf16",
-    "rotated, 8 bits": "rotated 8",
-    "rotated, 4 bits": "rotated 4",
+    "qsgd, 8 bits": "qsgd 8",
+    "qsgd, 4 bits": "qsgd 4",
     "onebit": "onebit",
     "topk, 1 %": "topk 1 %",
     "8 local steps, rotated, 4 bits": "local SGD 8, rotated 4",

@@ -66,14 +66,13 @@ class Method:
         return self.sgd if optimizer == "sgd" else self.adam
 
 
-_TOPK = {"name": "topk", "density": 0.01}
+_QSGD_8, _TOPK = {"name": "qsgd", "bits": 8}, {"name": "topk", "density": 0.01}
 METHODS = (
     Method("float32 (DDP)", None, 'strategy="ddp"', 0.0, 0.0),
     Method("DDP, 4 batches accumulated", None, "accumulate_grad_batches=4", None, None, every=4),
     Method("bf16", "bf16", 'strategy=CompressedDDPStrategy("bf16")', 0.0, 0.0),
-    Method("rotated, 8 bits", _ROTATED_8 := {"name": "rotated", "bits": 8},
-           f"strategy=CompressedDDPStrategy({_ROTATED_8})", 0.0, 0.0),
-    Method("rotated, 4 bits", "rotated", 'strategy=CompressedDDPStrategy("rotated")', 0.3, 0.0),
+    Method("qsgd, 8 bits", _QSGD_8, f"strategy=CompressedDDPStrategy({_QSGD_8})", 0.0, 0.0),
+    Method("qsgd, 4 bits", "qsgd", 'strategy=CompressedDDPStrategy("qsgd")', 0.3, 0.0),
     Method("onebit", "onebit", 'strategy=CompressedDDPStrategy("onebit")', 2.4, 3.4),
     Method("topk, 1 %", _TOPK, f"strategy=CompressedDDPStrategy({_TOPK})", 21.5, 14.9),
     Method("8 local steps, rotated, 4 bits", "rotated", 'strategy=LocalSGDStrategy(sync_every=8, compressor="rotated")',
@@ -152,7 +151,7 @@ def advise(
         return
     rows = predicted(job.parameters, count, link, job.compute_ms, job.optimizer, cores_per_rank, speeds)
     if json:
-        print(dumps({"rows": [asdict(row) for row in rows], "advice": advice(rows, job.optimizer)}, indent=2))
+        print(dumps({"rows": [asdict(row) for row in rows], "advice": advice(rows)}, indent=2))
     else:
         numel = sum(prod(shape) for _, shape in job.parameters)
         title = f"{numel / 1e6:,.3g} M parameters, {count} ranks, {link}, computing {job.compute_ms:.3g} ms"
@@ -261,15 +260,13 @@ def best(rows: Sequence[Row]) -> Row:
     return fastest if fastest.step_ms <= PAYS * dense.step_ms else dense
 
 
-def advice(rows: Sequence[Row], optimizer: Optimizer) -> str:
+def advice(rows: Sequence[Row]) -> str:
     """Return what to write, in plain words."""
     chosen, dense = best(rows), rows[0]
     if chosen is dense:
         text = "Keep DistributedDataParallel: no method that keeps the loss saves a tenth of a step."
     else:
         text = f"Write {chosen.write}: a step is {chosen.speedup:.1f} times as fast, at the same loss."
-        if optimizer != "sgd" and chosen.method == "rotated, 4 bits":
-            text += ' With a large embedding write "qsgd", which is as fast (docs/choose.md, "Embeddings with Adam").'
     faster = [row for row in rows[1:] if row.loss is not None and row.step_ms <= PAYS * chosen.step_ms]
     if faster:
         row = min(faster, key=lambda row: (row.loss or 0.0, row.step_ms))
@@ -287,7 +284,7 @@ def show(rows: Sequence[Row], title: str, optimizer: Optimizer) -> None:
         table.add_row(row.method, f"{row.step_ms:,.1f}", f"{row.speedup:.2f} x", f"{row.megabytes:,.2f}", loss)
     console = Console()
     console.print(table)
-    console.print(advice(rows, optimizer), highlight=False)
+    console.print(advice(rows), highlight=False)
 
 
 def _speeds(settings: Iterable[RunState], ranks: int, crowd: float) -> dict[str, Speeds]:
