@@ -215,7 +215,7 @@ def test_an_unknown_choice_is_one_line() -> None:
         refuse_unknown_choice(["experiment=zzz"])
     with pytest.raises(ValueError, match="minibatch=null: choose from search, or leave it out by ~minibatch"):
         refuse_unknown_choice(["experiment=speech_onebit_whole", "minibatch=null"])
-    with pytest.raises(ValueError, match="logger=null: choose from [a-z, ]+$"):  # every run has one
+    with pytest.raises(ValueError, match=r"logger=null: choose from [a-z, ]+$"):  # every run has one
         refuse_unknown_choice(["logger=null"])
     for elsewhere in ("--config-dir=mine", "hydra.searchpath=[file://mine]"):
         refuse_unknown_choice([elsewhere, "compressor=linear8"])
