@@ -275,15 +275,19 @@ def refuse_unknown_choice(arguments: list[str]) -> None:
     """
     if any(each.startswith(("--config-dir", "-cd", "hydra.searchpath")) for each in arguments):  # which have others
         return
-    defaults = [each for each in OmegaConf.load(CONF / "config.yaml").defaults if isinstance(each, DictConfig)]
-    optional = [group for each in defaults for group, chosen in each.items() if chosen is None]
     for group, _, value in (each.partition("=") for each in arguments):
         known = sorted(path.stem for path in (CONF / group).glob("*.yaml")) if group.isidentifier() else []
         for each in value.split(",") if known else ():
             if re.fullmatch(r"[\w-]+", each) and each not in known:
                 said = f"{nearest(each, known)} choose from {', '.join(known)}".lstrip()
-                said += f", or leave it out by ~{group}" * (each == "null" and group in optional)
+                said += f", or leave it out by ~{group}" * (each == "null" and _may_lack(group))
                 raise ValueError(f"{group}={each}: {said}")
+
+
+def _may_lack(group: str) -> bool:
+    """Whether a run may have none of a config group."""
+    defaults: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").defaults)
+    return {group: None} in defaults
 
 
 def refuse_multirun(cfg: DictConfig, mode: RunMode | None) -> None:
