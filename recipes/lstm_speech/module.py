@@ -80,6 +80,24 @@ class SpeechModule(Task):
         self.val_wer, self.test_wer = WordErrorRate(), WordErrorRate()
         self.val_cer, self.test_cer = CharErrorRate(), CharErrorRate()
 
+    def setup(self, stage: str) -> None:
+        """Refuse a precision in which this processor cannot run an LSTM, before the first step.
+
+        Raises:
+            ValueError: PyTorch has no such LSTM for this processor.
+        """
+        if self.trainer.strategy.root_device.type != "cpu":
+            return
+        first: Any = self.model.get_submodule("layers.0")
+        try:
+            with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+                first(torch.zeros(1, 1, first.input_size, dtype=torch.float32))
+        except RuntimeError as error:  # oneDNN has no LSTM in bfloat16 without AVX-512, and none in float16 without AMX
+            raise ValueError(
+                f"trainer.precision={self.trainer.precision}: PyTorch cannot run an LSTM so on this processor "
+                f"({str(error).split('. ')[0]}). Use trainer.precision=32-true, or another processor"
+            ) from error
+
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Features [N, T, size] and lengths [N] -> log-probabilities float32 [N, T, symbols]."""
         log_probabilities: Tensor = self.model(features, lengths)

@@ -374,10 +374,14 @@ def test_a_port_that_is_taken():
         doctor(serve=True, port=taken.getsockname()[1])
 
 
-def test_ranks_without_enough_cores_are_found():
-    timed = crowd.measured(3 * (os.cpu_count() or 1))
-    assert timed.threads == 1
-    assert "ranks at once" in only(of_host(crowd=timed)).what
+def test_a_codec_is_timed_alone_and_in_all_ranks(monkeypatch):
+    counts, milliseconds = [], crowd._milliseconds
+    monkeypatch.setattr(crowd, "_milliseconds", lambda each: (counts.append(len(each)), milliseconds(each))[1])
+    timed = crowd.measured(3)
+    assert counts == [1] * crowd.TRIES + [3] * crowd.TRIES
+    assert (timed.ranks, timed.cores, timed.threads) == (3, len(os.sched_getaffinity(0)), 1)
+    assert timed.alone_ms > 0
+    assert timed.together_ms > 0
 
 
 def test_a_process_that_ends_early(monkeypatch):

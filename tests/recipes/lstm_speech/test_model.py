@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from torch import nn
 
 from recipes.lstm_speech.fsdd import FSDD
 from recipes.lstm_speech.model import SpeechLSTM, ctc_loss
 from recipes.lstm_speech.module import SpeechModule
 from recipes.lstm_speech.wavdir import WavDir
+from tests.helpers.processor import needs_lstm_in_bfloat16
 from tests.helpers.sounds import tone, write_fsdd, write_wav, write_wavdir
 from tests.recipes.lstm_speech.test_decode import all_texts
 
@@ -82,11 +85,33 @@ def test_an_utterance_too_short_for_its_text_teaches_nothing() -> None:
 
 
 def test_loss_is_float32_under_autocast() -> None:
+    needs_lstm_in_bfloat16()
     model = SpeechLSTM(6, 5, layers=1, hidden=8)
     with torch.autocast("cpu", torch.bfloat16):
         output = model(torch.randn(1, 9, 6), torch.tensor([9]))
         loss = ctc_loss(output, torch.tensor([9]), torch.tensor([[1, 2]]), torch.tensor([2]))
     assert output.dtype == loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_a_precision_without_an_lstm_is_refused_before_the_first_step(
+    precision: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    forward = nn.LSTM.forward
+
+    def without_bfloat16(self: nn.LSTM, *given: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("could not create a primitive descriptor for the LSTM. Run workload with ONEDNN_VERBOSE")
+        return forward(self, *given)
+
+    monkeypatch.setattr(nn.LSTM, "forward", without_bfloat16)
+    data = WavDir(root=str(write_wavdir(tmp_path)), batch_size=2)
+    module = SpeechModule(**data.dims, layers=1, hidden=4, warmup_epochs=0.0, warmup_start=None)
+    trainer = Trainer(max_steps=1, precision=precision, enable_checkpointing=False, **QUIET)
+    refused = pytest.raises(ValueError, match=r"precision=bf16-mixed: .*for the LSTM\). Use trainer.precision=32-true")
+    with nullcontext() if precision == "32-true" else refused:
+        trainer.fit(module, data)
+    assert trainer.global_step == (precision == "32-true")
 
 
 @pytest.mark.parametrize("wrong", [{"layers": 0}, {"hidden": 0}, {"dropout": 1.0}, {"beam": 0}, {"schedule": "poly"}])
