@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.core import errors
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress, say, warn_of_epochs
 from lightning_compress.engine.compression import Compression
@@ -161,17 +162,22 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
                 correction.restore_optimizer(state)
         return state
 
+    @errors.called_by_all("fabric.save()")
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Write each rank's file beside the checkpoint, then the checkpoint itself (rank 0).
+        """Compare the ranks, write each rank's file beside the checkpoint, then the checkpoint itself (rank 0).
 
         Raises:
             ValueError: ``state`` contains a compression, of which only rank 0's would be saved.
+            RuntimeError: the ranks' models differ; on every rank.
         """
         self._check_no_compression(state, "save")
-        path = self.broadcast(str(path))
+        with errors.explained(f"saving {path}", self.global_rank):
+            path = self.broadcast(str(path))
         manifests = dict[str, Any]()
         trained = self._trained(state)
         for compression, ending in trained.items():
+            if compression.active:  # Fabric says of no step that it is the last
+                compression.compare_ranks(now=True)
             key = ending if len(trained) > 1 else ""
             content: dict[str, Any] = {"optimizer_states": []}
             save_compression(self._resume, self.checkpoint_io, f"{path}{key}", content, compression)
@@ -183,6 +189,7 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
             )
         super().save_checkpoint(path, {**state, **manifests}, *args, **kwargs)
 
+    @errors.called_by_all("fabric.load()")
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load the checkpoint, and the files beside it for the optimizers in ``state``.
 

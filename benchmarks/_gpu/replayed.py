@@ -29,13 +29,13 @@ class Replayed:
         self._compression, self.device = compression, compression.device
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, int]] = {}
         self._replays, compression.active = False, True
-        compression.at_close(ddp.register_forward_pre_hook(self._before).remove)
+        compression.closing.callback(ddp.register_forward_pre_hook(self._before).remove)
         ddp.register_comm_hook(None, StreamHook(cast(Compression, self)).reduce)
 
     def _before(self, *_: object) -> None:
         if not self._replays:
             self._compression.before_backward()
-            self._compression.before_forward()
+            self._compression.compare_ranks()
 
     def replay(self) -> None:
         """Capture the next backward pass, and replay it in all later ones; optimizers are not seen any more."""

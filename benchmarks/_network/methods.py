@@ -37,7 +37,7 @@ def _factors(dtype: Literal["float32", "bfloat16"], rest: str = "none") -> Any:
         compression = attach(model, rest)
         if handle is not None:
             handle.begin(model, compression)
-            compression.at_close(handle.close)
+            compression.closing.callback(handle.close)
         return model, compression
 
     return make

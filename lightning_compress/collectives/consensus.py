@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives.collective import Collective
+from lightning_compress.core import errors
 
 PROBLEM_BYTES = 500
 """Bytes of a rank's problem that the other ranks get to read, at most."""
@@ -28,7 +29,7 @@ def check(
     """
     why = disagreement(said, problem, ranks, device, advice)
     if why:
-        raise problem or ValueError(why)
+        raise problem or ValueError(errors.called_alone() or why)  # else that call was taken for this one
 
 
 def disagreement(

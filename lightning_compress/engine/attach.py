@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, TorchCollective, World
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.core import errors
 from lightning_compress.engine import checks, hook
 from lightning_compress.engine.compression import Compression, ScaleSource
 from lightning_compress.engine.delayed import DelayedCompression, DelayedHook
@@ -66,7 +67,8 @@ def attach(
 
     Returns:
         the handle: ``summary`` (one line that says what runs), ``stats()``, ``retune()``, ``roll_back()`` (discards
-        what was averaged since an optimizer stepped) and ``close()``.
+        what was averaged since an optimizer stepped) and ``close()``, which every rank calls at the end: it compares
+        the ranks' models once more, and raises a RuntimeError if they differ.
 
     Raises:
         ValueError: settings, module or ranks cannot work together; on every rank.
@@ -84,6 +86,14 @@ def attach(
         warn_of_epochs(chosen)
     check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
     compression = compress(ddp, chosen, scale)
+
+    def compare() -> None:
+        """Compare the ranks, unless an error ends this one's training alone."""
+        if compression.active and dist.is_initialized() and sys.exc_info()[0] is None:
+            with errors.called_by_all("compression.close()"):
+                compression.compare_ranks(now=True)
+
+    compression.closing.callback(compare)
     compression.stepped_by(optimizers)
     if dist.get_rank(ddp.process_group) == 0:
         say(compression)
@@ -192,7 +202,7 @@ def compress(
             transport.close()
 
     if idle:
-        compression.at_close(close_unused)
+        compression.closing.callback(close_unused)
     model = weakref.ref(ddp)  # whose hook holds the compression: as a cycle, neither would ever be freed
 
     def loaded() -> None:

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, consensus
-from lightning_compress.core import state_check
+from lightning_compress.core import errors, state_check
+from lightning_compress.engine.optimizers import hyperparameters
 from lightning_compress.settings.options import check_gone
 from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.rules import kinds_of
@@ -313,6 +315,32 @@ def check_ranks_agree(
         f"kernels (numba or Triton is installed, or not; {kernels.VARIABLE})": used,
     }
     consensus.check(compared, problem, collective, device, consensus.SAME_ARGUMENTS)
+
+
+def check_optimizers_agree(optimizers: Sequence[Optimizer], collective: Collective, device: torch.device) -> None:
+    """Compare the optimizers' classes and hyperparameters over the ranks. Collective.
+
+    Raises:
+        ValueError: on every rank: they differ. The message has the values and the ranks.
+    """
+    values, ranks = hyperparameters(optimizers), collective.uncounted
+    kinds = [(type(each).__name__, len(each.param_groups)) for each in optimizers]
+    advice = "; give the optimizers of all ranks the same settings, or the ranks train different models"
+    consensus.check({"optimizers": [*kinds, *sorted(values)]}, None, ranks, device, advice)
+    consensus.check({f"values of {name}": each for name, each in sorted(values.items())}, None, ranks, device, advice)
+
+
+@errors.called_by_all("compression.retune()")
+def check_retuning(
+    compressor: object, changes: Mapping[str, object], collective: Collective, device: torch.device
+) -> None:
+    """Compare the arguments of ``Compression.retune`` over the ranks. Collective.
+
+    Raises:
+        ValueError: on every rank: they differ, so that ranks could not read each other's messages.
+    """
+    given = {"arguments of retune()": (compressor, sorted(changes.items()))}
+    consensus.check(given, None, collective, device, consensus.SAME_ARGUMENTS)
 
 
 def check_state(state: object, collective: Collective, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Compression:
         meter: counters of bytes, time and error.
         finite: whether the current step's gradients are finite, and how many steps' were not.
         run_summary: what runs and what it sends, once it was computed.
+        closing: what ``close`` calls.
     """
 
     def __init__(
@@ -87,8 +89,7 @@ class Compression:
         self.meter = Meter(self.device)
         self.step = self.epoch = 0
         self.lanes = Lanes([collective, *beside], self.meter, settings.options.deterministic)
-        self._collective = self.lanes.all[0].world.collective
-        self._scale = scale
+        self._collective, self._scale = self.lanes.all[0].world.collective, scale
         self._names = {id(parameter): name for name, parameter in parameters}
         self.optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
         self.groups = Groups(parameters, self.lanes, unused, caps)
@@ -97,10 +98,10 @@ class Compression:
         self._last_state: StateDict | None = None
         self._last_norm: float | None = None
         self._stepped, self.active, self.run_summary = True, False, RunSummary()
-        self._at_close: list[Callable[[], None]] = [self._passes.close]
+        self.closing = ExitStack()  # the last one first, and all of them if one raises
+        self.closing.callback(self._passes.close)
         self._at_load: list[Callable[[], None]] = []
-        same = lambda: [*self.optimizers.kept(), *self.groups.shared()]  # noqa: E731
-        self._drift = DriftGuard(parameters, same, self._collective, settings)
+        self._drift = DriftGuard(parameters, (self.optimizers.kept, self.groups.shared), self._collective, settings)
         watch(self)
 
     def reduce(
@@ -215,6 +216,7 @@ class Compression:
         rates, rank = self.optimizers.rates, self._collective.rank
         return state_dict.build(self.family, self.step, rates, running, states, self.groups.orders, rank)
 
+    @errors.called_by_all("compression.load_state_dict()")
     def load_state_dict(self, state: StateDict) -> None:
         """Continue from a ``state_dict`` and its groups; parameters that it lacks begin with initial states.
 
@@ -248,11 +250,12 @@ class Compression:
             callback()
 
     def stepped_by(self, optimizers: Sequence[Optimizer]) -> None:
-        """Set and check all optimizers of the model; ``error_feedback="auto"`` depends on them. Call it before a step.
+        """Set all optimizers of the model, on which ``error_feedback="auto"`` depends. Collective; before a step.
 
         Raises:
-            ValueError: see ``take_over``.
+            ValueError: the ranks' optimizers differ, on every rank; or see ``take_over``.
         """
+        checks.check_optimizers_agree(optimizers, self._collective, self.device)
         self.optimizers.complete = bool(optimizers)
         if self.active and not len(self.groups):
             self.settings = self.next_settings = self.settings.stepped_by(kind_of(optimizers))
@@ -302,10 +305,10 @@ class Compression:
             self.step += 1
             self.meter.end_step()
 
-    def before_forward(self) -> None:
-        """Compare the ranks before a training forward, see ``DriftGuard.compare``."""
-        if self._stepped:
-            self._drift.compare(self.step)
+    def compare_ranks(self, now: bool = False) -> None:
+        """Compare the ranks if it is due, or now, between two steps. Collective; see ``DriftGuard.compare``."""
+        if self._stepped or now:
+            self._drift.compare(self.step, now)
 
     def before_backward(self) -> None:
         """Prepare for a backward pass."""
@@ -323,9 +326,8 @@ class Compression:
     def retune(self, compressor: CompressorLike | None = None, **changes: object) -> None:
         """Change the compression from the next step on: ``retune(density=0.01)``, ``retune("onebit")``.
 
-        Collective: call it on all ranks in the same step with the same arguments, or ranks cannot read each other's
-        messages. States stay. If the new method has no residual, the old one is sent with the next gradient. On one
-        rank only the settings change.
+        Collective: all ranks must call it, in the same step. States stay. If the new method has no residual, the old
+        one is sent with the next gradient.
 
         Args:
             compressor: as in ``attach``; None keeps the current one.
@@ -333,10 +335,12 @@ class Compression:
 
         Raises:
             ValueError: a setting does not exist or is out of range, the exchange cannot carry the method, the method
-                would take over another part of the optimizer's work, or the run began with ``none``, which has no hook.
+                would take over another part of the optimizer's work, the run began with ``none``, which has no hook, or
+                ranks gave different arguments.
         """
         if not self.active and self._collective.size > 1:
             checks.refuse_retuning(self.settings)
+        checks.check_retuning(compressor, changes, self._collective.uncounted, self.device)
         self.next_settings = self.next_settings.retuned(compressor, changes)
 
     def follow(self, before: Compression) -> None:
@@ -381,12 +385,8 @@ class Compression:
         """Register a callback for after each ``load_state_dict``."""
         self._at_load.append(callback)
 
-    def at_close(self, callback: Callable[[], None]) -> None:
-        """Register a callback for ``close``."""
-        self._at_close.append(callback)
-
     def close(self) -> None:
-        """Stop watching the optimizers and free the memory; call it when training is over.
+        """Stop watching the optimizers and free the memory; call it on every rank when training is over.
 
         Afterwards ``state_dict`` returns the last state, on the CPU, and ``stats`` the last figures.
         """
@@ -394,7 +394,6 @@ class Compression:
             self._last_state = state_dict.moved(self.state_dict(), torch.device("cpu"))
             self._last_norm = self.groups.residual_norm()
         unwatch(self)
-        for callback in self._at_close:
-            callback()
-        for each in (self._at_close, self._at_load, self.groups, self.lanes):
+        self.closing.close()
+        for each in (self._at_load, self.groups, self.lanes):
             each.clear()

@@ -93,7 +93,7 @@ class DelayedCompression(Compression):
                 compression.check_zeroed(looked_at.grad)
 
         self._node = node_of(watched)  # which has to live
-        self.at_close(self._node.register_prehook(look).remove)
+        self.closing.callback(self._node.register_prehook(look).remove)
 
     def check_zeroed(self, grad: Tensor | None) -> None:
         """Raise if a gradient is about to be added to the average that the last step applied.
@@ -207,11 +207,11 @@ class DelayedCompression(Compression):
         """Note that the optimizer has stepped; its states were committed before."""
         self._stepping = False
 
-    def before_forward(self) -> None:
+    def compare_ranks(self, now: bool = False) -> None:
         """See ``Compression``."""
-        if self._drift.due(self.begun):
+        if now or self._drift.due(self.begun):
             self.settle()
-            super().before_forward()
+            super().compare_ranks(now)
 
     def before_backward(self) -> None:
         """Do nothing: a step has one backward pass."""

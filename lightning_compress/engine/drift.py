@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective, consensus
-from lightning_compress.core.errors import listed
+from lightning_compress.core import errors
 from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class DriftGuard:
 
     Args:
         parameters: names and parameters, in the same order on all ranks.
-        same: returns the other tensors that have to be equal on all ranks, in the same order.
+        same: each returns other tensors that have to be equal on all ranks, in the same order.
         collective: the ranks.
         settings: how often to compare, and what to do if ranks differ.
 
@@ -38,7 +38,7 @@ class DriftGuard:
     def __init__(
         self,
         parameters: Sequence[tuple[str, Tensor]],
-        same: Callable[[], Iterable[Tensor]],
+        same: Iterable[Callable[[], Iterable[Tensor]]],
         collective: Collective,
         settings: RunState,
     ) -> None:
@@ -58,29 +58,33 @@ class DriftGuard:
         """Return whether ``compare`` is due after so many optimizer steps."""
         return bool(self.every) and step // self.every != self._compared // self.every
 
-    def compare(self, step: int) -> None:
+    def compare(self, step: int, now: bool = False) -> None:
         """Compare the ranks if a comparison is due; collective, and not to be called during an optimizer's step.
 
         Args:
             step: optimizer steps so far.
+            now: compare what the last step has left, due or not; there may be no more steps.
 
         Raises:
             RuntimeError: ranks differ; on every rank. The message names the step, the parameters and the ranks.
         """
-        if not self.due(step):
+        if not (self.due(step) or (now and self.every and step != self._compared)):
             return
         self._compared = step
         device = self._parameters[0][1].device
         none = torch.zeros((), dtype=torch.int64, device=device)
         sums = [(_checksum(parameter), self._gradients.get(name, none)) for name, parameter in self._parameters]
+        recorded = bool(self._gradients)
         self._gradients.clear()
         checksums = torch.stack([checksum for pair in sums for checksum in pair])
-        if consensus.same(checksums, self._collective).all():
-            return
-        problem = self._problem(step, checksums)
+        ranks = self._collective.uncounted if now else self._collective
+        with errors.explained(f"comparing the ranks after step {step}", ranks.rank):
+            if consensus.same(checksums, ranks).all():
+                return
+        problem = self._problem(step, checksums, recorded)
         if not self._resyncs:
             raise RuntimeError(f"{problem}. Use on_drift='resync' to copy rank 0's model to all ranks and continue")
-        same = list(self._same())
+        same = [tensor for tensors in self._same for tensor in tensors()]
         shapes = consensus.digest(repr([(tensor.shape, tensor.dtype) for tensor in same]).encode())
         equal = bool(consensus.same(checksums.new_tensor([shapes]), self._collective))
         for tensor in [*(parameter for _, parameter in self._parameters), *(same if equal else ())]:
@@ -89,15 +93,15 @@ class DriftGuard:
             what = "parameters and optimizer state" if equal else "parameters (not the optimizer state: shapes differ)"
             log.warning("%s. Rank 0's %s were copied to all", problem, what)
 
-    def _problem(self, step: int, checksums: Tensor) -> str:
+    def _problem(self, step: int, checksums: Tensor, recorded: bool) -> str:
         gathered = consensus.gathered(checksums, self._collective)
         wrong = (gathered != gathered[0]).cpu()
         ranks = ", ".join(map(str, wrong.any(dim=1).nonzero().flatten().tolist()))
         parameters, gradients = wrong.any(dim=0).view(-1, 2).unbind(dim=1)
         names = [name for (name, _), differs in zip(self._parameters, parameters | gradients, strict=True) if differs]
-        where = "and so do their averaged gradients" if gradients.any() else "but their averaged gradients do not"
+        where = ", and so do their averaged gradients" if gradients.any() else ", but their averaged gradients do not"
         return (
-            f"drift: after step {step}, {listed(names)} of rank {ranks} differ from rank 0's, {where}; "
+            f"drift: after step {step}, {errors.listed(names)} of rank {ranks} differ from rank 0's{where * recorded}; "
             "possible causes are randomness or code that depends on the rank, different processors (fft, dct and "
             "powersgd need equal ones), and faulty memory"
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from queue import Queue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,7 +154,35 @@ def _serve(queue: Queue[Work | None], errors: list[BaseException]) -> None:
 # The hooks' reduce methods have no annotations: DistributedDataParallel inspects them, and rejects strings.
 
 
-class StreamHook:
+class Hook:
+    """What a compression adds to a DistributedDataParallel. A copy of that model, or one from a file, has none.
+
+    Args:
+        compression: averages the gradients; None: there is none.
+    """
+
+    def __init__(self, compression: Compression | None) -> None:
+        self._compression: Any = compression
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[None]]:
+        return Hook, (None,)
+
+    def before_forward(self, ddp: DistributedDataParallel, _: object) -> None:
+        """Prepare for a forward, and the backward pass after it."""
+        if self._compression is None:
+            return
+        checks.check_running(ddp)
+        if torch.is_grad_enabled():
+            self._compression.before_backward()
+            if ddp.module.training:  # Lightning leaves ``ddp`` itself in eval mode
+                self._compression.compare_ranks()
+
+    def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        """Replace a bucket's gradients by their mean; return a future of its buffer."""
+        raise NotImplementedError
+
+
+class StreamHook(Hook):
     """The communication hook for CUDA: it works on a stream of its own, in parallel with backward.
 
     Args:
@@ -161,7 +190,8 @@ class StreamHook:
     """
 
     def __init__(self, compression: Compression) -> None:
-        self._compression, self._device = compression, compression.device
+        super().__init__(compression)
+        self._device = compression.device
         self._stream = _side_stream(self._device)
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
@@ -192,7 +222,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-class ThreadHook:
+class ThreadHook(Hook):
     """The communication hook for the CPU: it works in threads of its own, in parallel with backward.
 
     A thread for each lane issues all collectives of its buckets, over the lane's process group.
@@ -203,9 +233,9 @@ class ThreadHook:
     """
 
     def __init__(self, compression: Compression, transports: Sequence[TorchCollective]) -> None:
-        self._compression = compression
+        super().__init__(compression)
         self._workers = Workers(len(compression.lanes.all))
-        compression.at_close(lambda: self._close(transports))
+        compression.closing.callback(lambda: self._close(transports))
 
     def _close(self, transports: Sequence[TorchCollective]) -> None:
         # otherwise a rank left in the middle of a step, and the exit ends what still waits
@@ -261,17 +291,9 @@ def register(
         transports: see ``ThreadHook``.
         on_cpu: the hook for the CPU.
     """
-
-    def before(module: DistributedDataParallel, _: object) -> None:
-        checks.check_running(module)
-        if torch.is_grad_enabled():
-            compression.before_backward()
-            if module.module.training:  # Lightning leaves ``module`` itself in eval mode
-                compression.before_forward()
-
     compression.active = True
-    compression.at_close(ddp.register_forward_pre_hook(before).remove)
     hook = StreamHook(compression) if compression.device.type == "cuda" else on_cpu(compression, transports)
+    compression.closing.callback(ddp.register_forward_pre_hook(hook.before_forward).remove)
     ddp.register_comm_hook(None, hook.reduce)
 
 
@@ -298,5 +320,5 @@ def count_only(compression: Compression, ddp: DistributedDataParallel, ranks: in
         for handle in handles:
             handle.remove()
 
-    compression.at_close(end)
+    compression.closing.callback(end)
     return end

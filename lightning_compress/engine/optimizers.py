@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, Protocol
@@ -144,6 +144,29 @@ class Optimizers:
         # a schedule that ends at 0 may round to below 0
         pairs = [(id(parameter), max(0.0, float(group["lr"]))) for group in groups for parameter in group["params"]]
         return {self._names[parameter]: rate for parameter, rate in pairs if parameter in self._names}
+
+
+def hyperparameters(optimizers: Iterable[Optimizer]) -> dict[str, list[object]]:
+    """Return the values of each hyperparameter by its name, one for each parameter group that has it.
+
+    What is neither a number nor text, such as a function, is left out: nobody can tell whether two of them are equal.
+    """
+    values: dict[str, list[object]] = {}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        for name, value in group.items():
+            plain = _plain(value) if name != "params" else ()
+            if plain:
+                values.setdefault(name, []).extend(plain)
+    return values
+
+
+def _plain(value: object) -> list[object]:
+    """Return the numbers and texts of a hyperparameter, which may be a tensor or a pair such as betas."""
+    if isinstance(value, (list, tuple)):
+        return [part for each in value for part in _plain(each)]
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    return [value] if value is None or isinstance(value, (int, float, str)) else []
 
 
 def skip_step(optimizer: Optimizer) -> None:

@@ -173,7 +173,7 @@ class Fragment:
         if self.compression.step == before:
             self.compression.roll_back()
             return False
-        self.compression.before_forward()
+        self.compression.compare_ranks()
         return True
 
     def use(self, alpha: float = 0.0) -> None:

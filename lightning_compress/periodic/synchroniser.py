@@ -29,6 +29,7 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.core import errors
 from lightning_compress.core.state_dict import checksum
 from lightning_compress.core.vector import squares
+from lightning_compress.engine.checks import check_optimizers_agree
 from lightning_compress.periodic.module_buffers import BufferRules, mean_buffers
 
 
@@ -162,13 +163,14 @@ class Synchroniser(ABC):
             meeting: of the training loop; None for a plain ``Meeting``.
 
         Raises:
-            ValueError: see ``check`` and ``rebase``.
+            ValueError: see ``check`` and ``rebase``, or the ranks' optimizers have other settings; on every rank.
         """
         self.model, self.optimizers = model, optimizers
         self.ranks, self.device = ranks or TorchCollective(), next(model.parameters()).device
         self.meeting = meeting or Meeting(self.ranks, self.device)
         self.epoch, self._alone = 0, False
         self.check(model, self.ranks, self.device)
+        check_optimizers_agree(optimizers, self.ranks, self.device)
         self._buffers = [name for name, _ in model.named_buffers()]  # later ones, such as caches, stay per-rank
         with torch.no_grad():
             self._start()
@@ -219,6 +221,7 @@ class Synchroniser(ABC):
     def _after_step(self) -> None:
         """See ``after_step``."""
 
+    @errors.called_by_all("averaged_model(), which saving and validating need")
     def averaged_model(self, plain: bool = False) -> dict[str, Tensor]:
         """Return the model that is evaluated and saved. Collective: every rank must call it.
 
@@ -269,8 +272,6 @@ class Synchroniser(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the fit. States and figures stay readable."""
-
-    # what is saved and reported
 
     @property
     @abstractmethod
@@ -368,7 +369,8 @@ def differing(named: Mapping[str, Tensor | None], ranks: Collective, device: tor
     names, first = list(named), ", ".join([*named][:3]) + ", ..." * (len(named) > 3) or "none"
     if not all(_same([names], ranks, device)):
         raise ValueError(
-            f"the ranks' models are not alike, and cannot be compared: rank {ranks.rank} has {first}, "
+            errors.called_alone()
+            or f"the ranks' models are not alike, and cannot be compared: rank {ranks.rank} has {first}, "
             "and another rank has others. Add, freeze and unfreeze the same parameters at the same step on all ranks"
         )
     kinds = ["gone" if each is None else f"{each.dtype} of shape {tuple(each.shape)}" for each in named.values()]

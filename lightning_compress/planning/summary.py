@@ -88,7 +88,8 @@ def _summary(settings: RunState, parameters: Parameters, world: World, steps: in
     chosen = f"auto chose float32, because {settings.chosen.reason}" if settings.chosen else NONE
     if collective.size == 1:
         idle = ", ".join(_set(settings.options, ["on_nonfinite", "delay"]))
-        return _off("there is one rank", warning=idle and f"{idle} has no effect on one rank")
+        works = "; what clips or corrects gradients still works" if settings.works_alone else ""
+        return _off(f"there is one rank{works}", warning=idle and f"{idle} has no effect on one rank")
     if settings.plain:
         if settings.chosen:
             idle = ", ".join(_set(settings.options, _OF_DRIFT))

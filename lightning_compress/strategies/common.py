@@ -50,13 +50,24 @@ class CommonMixin(_Base):
         """Wait for the other ranks; after an error do not, so that this process ends and the others raise too."""
         if not self.gives_up:
             self.meet()
-            with errors.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank):
+            with (
+                errors.called_by_all(self._call(name)),
+                errors.explained(f"waiting for the others at {name or 'a barrier'}", self.global_rank),
+            ):
                 super().barrier(name)
+
+    def _call(self, barrier: str | None = None) -> str:
+        """Return what the user has called that leads to a collective of Lightning's; empty if it is ``fit``."""
+        if barrier == "Trainer.save_checkpoint":
+            return "trainer.save_checkpoint()"
+        trainer: Any = getattr(self.lightning_module, "_trainer", None)
+        return "" if trainer is None or trainer.state.fn in (None, "fit") else f"trainer.{trainer.state.fn.value}()"
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank ``src``'s object on all ranks."""
         self.meet()
-        with errors.of_transport(f"receiving rank {src}'s object in Lightning's broadcast", self.global_rank):
+        what = f"receiving rank {src}'s object in Lightning's broadcast"
+        with errors.called_by_all(self._call()), errors.of_transport(what, self.global_rank):
             return super().broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective
+from lightning_compress.core import errors
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup, compress
 from lightning_compress.engine.compression import Compression
@@ -148,13 +149,15 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
             self._rendezvous.next_batch()
 
     def on_train_end(self) -> None:
-        """Log what the fit sent, and what that took; act on signals that arrived in the last batches."""
+        """Log what the fit sent, and what that took; act on signals of the last batches; compare the ranks."""
         super().on_train_end()
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         tell(self.report(), trainer.callbacks)
         if self._rendezvous is not None:
             self._rendezvous.finish()
+        if self._compression is not None and self._compression.active:
+            self._compression.compare_ranks(now=True)
 
     def pre_backward(self, closure_loss: Any) -> None:
         """Note gradients of earlier backward passes: manual optimization may do several per forward pass."""
@@ -170,6 +173,7 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         with notifying(optimizer, closure) as wrapped_closure:
             return super().optimizer_step(optimizer, wrapped_closure, model, **kwargs)
 
+    @errors.called_by_all("trainer.save_checkpoint()")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write each rank's file beside the checkpoint, then the checkpoint itself (rank 0)."""
         if self._compression is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.core import state_dict
+from lightning_compress.core import errors, state_dict
 from lightning_compress.core.kinds import kinds_of
 from lightning_compress.core.registry import plain
 from lightning_compress.engine import checks
@@ -290,6 +290,7 @@ class PeriodicMixin(CommonMixin):
 
     # checkpoints
 
+    @errors.called_by_all("trainer.save_checkpoint()")
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write each rank's file beside the checkpoint, then the checkpoint itself (rank 0)."""
         if self._started and "optimizer_states" in checkpoint:
@@ -301,10 +302,8 @@ class PeriodicMixin(CommonMixin):
                 for name in self._resume.frozen_alike(self._frozen(), checkpoint.get("state_dict", {})):
                     del tree["model"][name]
             path = str(filepath) if self.gives_up else self.broadcast(str(filepath))  # may contain a rank's own metric
-            method = self.synchroniser.method
-            self._resume.save(
-                self.checkpoint_io, path, checkpoint, method, self._final_synchroniser.furthest(), tree, self.gives_up
-            )
+            method, step = self.synchroniser.method, self._final_synchroniser.furthest()
+            self._resume.save(self.checkpoint_io, path, checkpoint, method, step, tree, self.gives_up)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _frozen(self) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.collectives import run_threads
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.group import Group
+from lightning_compress.periodic import Gossip, LocalSGD
 from lightning_compress.settings.run_state import RunState
 from tests.engine.test_modes import TwoOptimizers, residuals
 from tests.helpers.training import Net, digits, parameters, quiet_trainer
@@ -207,7 +210,7 @@ def test_elements_in_another_order_are_drift(places):
         weight = torch.arange(150_000.0)
         if ranks.rank == 1:
             weight[[*places]] = weight[[*reversed(places)]]
-        guard = DriftGuard([("weight", weight)], list, ranks, RunState.of("topk", check_drift_every=1))
+        guard = DriftGuard([("weight", weight)], [], ranks, RunState.of("topk", check_drift_every=1))
         with pytest.raises(RuntimeError, match="weight of rank 1 differ from rank 0's"):
             guard.compare(1)
 
@@ -246,6 +249,88 @@ def _no_drift(compressor):
         optimizer.step()
     compression.close()
     return compression.step
+
+
+def _attached(make, others=None, fails=False, changes=False):
+    """Train six steps with an optimizer of ``make``, on the last rank of ``others``; return what was said."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
+    optimizer = (others if others and last_rank() else make)(model.parameters())
+    try:
+        compression = attach(model, "qsgd", "all_gather", optimizer=optimizer)
+        for step in range(6):
+            if changes and step == 5 and last_rank():
+                optimizer.param_groups[0]["lr"] *= 2
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+        if not fails:
+            return compression.close() or ""
+        try:
+            raise KeyError("the script's own")
+        except KeyError:
+            return compression.close() or "closed"
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("make", "others", "said"),
+    [
+        (partial(SGD, lr=0.1), partial(SGD, lr=0.01), "values of lr of rank {} .* has ... .0.01. .*has ... .0.1. "),
+        (partial(SGD, lr=0.1), partial(SGD, lr=0.1, weight_decay=1e-4), "values of weight_decay of rank {} "),
+        (partial(Adam, betas=(0.9, 0.99)), Adam, "values of betas of rank {} .*0.999.*, 0.99. "),
+        (partial(SGD, lr=0.1), partial(Adam, lr=0.1), "optimizers of rank {} .*Adam.*SGD"),
+        (partial(Adam, lr=torch.tensor(0.1)), partial(Adam, lr=torch.tensor(0.2)), "values of lr of rank {} "),
+    ],
+)
+def test_other_hyperparameters_are_refused_on_all_ranks(pools, size, make, others, said):
+    for each in pools[size].run(_attached, make, others):
+        assert re.search(said.format(size - 1), each), each
+        assert each.startswith("ValueError")
+        assert "same settings" in each
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_differs_at_the_end_is_drift(pools, size):
+    make = partial(SGD, lr=0.1)
+    for said in pools[size].run(_attached, make, None, False, True):
+        assert f"RuntimeError: drift: after step 6, 0.weight, 0.bias, 1.weight and 1 more of rank {size - 1} " in said
+        assert "averaged gradients" not in said  # those of step 6 were not compared
+    assert pools[size].run(_attached, make) == [""] * size
+    assert pools[size].run(_attached, make, None, True, True) == ["closed"] * size  # an error ends ranks alone
+
+
+def _ended(delay):
+    try:
+        train(Evaluated, digits(), 5, [ChangesLast()], delay=delay)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+class ChangesLast(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, number):
+        if last_rank() and number == 4:
+            with torch.no_grad():
+                next(module.parameters()).add_(1e-3)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_fit_that_ends_apart_raises(pools, delay):
+    for said in pools[2].run(_ended, delay):
+        assert "drift: after step 5, " in said
+        assert "of rank 1 differ from rank 0's; possible" in said
+
+
+@pytest.mark.parametrize("synchroniser", [LocalSGD, Gossip])
+def test_other_hyperparameters_are_refused_where_models_are_averaged(synchroniser):
+    def rank(ranks):
+        model = nn.Linear(8, 8)
+        with pytest.raises(ValueError, match="values of lr of rank 2 differ from those of rank 0"):
+            synchroniser().start(model, [SGD(model.parameters(), 0.1 / (1 + ranks.rank // 2))], ranks=ranks)
+
+    run_threads(3, rank)
 
 
 @pytest.mark.parametrize("compressor", ["bf16", "topk", "powersgd", "fft", "rotated"])

@@ -180,6 +180,7 @@ def test_equal_links_are_rounded_to_the_same(noise):
         ("onebit", 4, "onebit (block 1024) by two_shot, "),
         ("none", 4, "compression is off: compressor='none' sends gradients as they are"),
         ("topk", 1, "compression is off: there is one rank"),
+        ("dgc", 1, "compression is off: there is one rank; what clips or corrects gradients still works"),
         ("powersgd", 2, "powersgd (rank 2) by exchanges of its own, "),
         ("dgc", 2, "dgc (density 0.001) by all_gather, "),
         ({"name": "topk", "density": 0.9}, 2, "topk (density 0.9) by all_gather, 1.8 x as many bytes as float32"),

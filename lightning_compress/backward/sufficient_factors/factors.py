@@ -62,6 +62,9 @@ class Factors:
         self._before = list(getattr(module, _IGNORED, ()))
         self._leave()
 
+    def __reduce__(self) -> tuple[type[_Idle], tuple[()]]:
+        return _Idle, ()  # in a copy of the wrapped model, whose hook we are
+
     def _leave(self) -> None:
         """Make DistributedDataParallel ignore the parameters, but for one, which it needs."""
         names = {path for layer in self.layers for path in layer.paths}
@@ -385,3 +388,10 @@ def enable(
     said = {"layers or settings for sufficient factors": [settings, told]}
     consensus.check(said, problem, collective, device, advice)
     return Factors(module, layers, settings, collective.size) if collective.size > 1 else None
+
+
+class _Idle:
+    """What a copy of a wrapped model, or one from a file, has in place of the factors."""
+
+    def _expect(self, *_: object) -> None:
+        """Do nothing."""
