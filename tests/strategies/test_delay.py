@@ -86,6 +86,67 @@ def test_a_trainer_does_delayed_sgd_bit_for_bit(pools, compressor, clip, accumul
         assert all(np.array_equal(ours, theirs.numpy()) for ours, theirs in zip(path, expected, strict=True))
 
 
+class Head(Small):
+    """The optimizer has the last layer alone."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[-1].parameters(), RATE)
+
+
+class ClosureFirst(Small):
+    """Gradients are computed before the optimizer steps."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer_closure()
+        optimizer.step()
+
+
+class EverySecond(Small):
+    """Every second batch's gradients are not to be applied; as in Lightning's page on optimization."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+def loop(make, steps=6):
+    """Parameters after each step on this rank, and the error that ended the fit."""
+    model, said = make(), ""
+    strategy = CompressedDDPStrategy(ALL, min_numel=1, bucket_cap_mb=0.005, **DELAY)
+    trainer = quiet_trainer(strategy, max_steps=steps, use_distributed_sampler=False)
+    try:
+        trainer.fit(model, DataLoader(batches(dist.get_rank(), steps), batch_size=None))
+    except RuntimeError as error:
+        said = str(error)
+    return model.path, said
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_head_alone_is_trained(pools, size):
+    first, last = flat(network()).numpy(), flat(network()[-1]).numel()
+    for path, said in pools[size].run(loop, Head):
+        assert not said
+        moved = [np.flatnonzero(each != before) for before, each in zip([first, *path], path, strict=False)]
+        assert [len(each) > 0 for each in moved] == [False] + [True] * 5  # the first step applies nothing
+        assert all(each.min() >= len(first) - last for each in moved[1:])
+
+
+def test_gradients_may_be_computed_before_the_step(pools):
+    expected = [each.numpy() for each in delayed_sgd(2, steps=6)]
+    for path, said in pools[2].run(loop, ClosureFirst):
+        assert not said
+        assert np.array_equal(path, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_backward_without_a_step_is_refused_on_every_rank(pools, size):
+    for path, said in pools[size].run(loop, EverySecond):
+        assert len(path) == 2
+        assert "a second backward began before the optimizer stepped" in said
+
+
 CODECS = [case for case in METHODS if isinstance(case.codec, Codec)]
 
 
