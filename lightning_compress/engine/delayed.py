@@ -247,27 +247,39 @@ class DelayedCompression(Compression):
         if flying is None or not flying.complete:
             return state
         means = {self._names[each]: mean.reshape(-1) for each, mean in flying.means.items()}
-        return state | {state_dict.IN_FLIGHT: {"scale": flying.factor, "means": means}}
+        gradients = self.settings.steps_by is None
+        return state | {state_dict.IN_FLIGHT: {"scale": flying.factor, "means": means, "gradients": gradients}}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """See ``Compression``; what was in flight is rank 0's.
-
-        A rank that did not take the last step, because another had failed, saved an average that rank 0's model has.
-        """
+        """See ``Compression``; what was in flight is rank 0's."""
         self.settle()  # ranks compare the state where averages travel
         super().load_state_dict(state)
         self.begun = self.step
-        scale, means, problem = 1.0, dict[str, Tensor](), None
         try:
-            shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-            scale, means = state_dict.means_in_flight(state_check.check(state), shapes, self.groups.orders)
-        except ValueError as error:
-            problem = error
-        try:
-            consensus.check({}, problem, self._collective, self.device, "")
+            self.load_in_flight(state_check.check(state))
         except ValueError:
             self.reset()
             raise
+
+    def load_in_flight(self, state: StateDict) -> None:
+        """Let the next step apply what was in flight on rank 0; the rest of the state is ignored.
+
+        A rank that did not take the last step, because another had failed, saved an average that rank 0's model has.
+        Collective: all ranks must call it.
+
+        Args:
+            state: validated; that of other ranks may be empty.
+
+        Raises:
+            ValueError: on every rank: an average does not fit its parameter.
+        """
+        scale, means, problem = 1.0, dict[str, Tensor](), None
+        try:
+            shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+            scale, means = state_dict.means_in_flight(state, shapes, self.groups.orders)
+        except ValueError as error:
+            problem = error
+        consensus.check({}, problem, self._collective, self.device, "")
         self.in_flight = self._of_first_rank(scale, means)
 
     def _of_first_rank(self, scale: float, means: Mapping[str, Tensor]) -> Average | None:

@@ -242,6 +242,76 @@ def test_with_a_delay_a_run_without_one_goes_on_after_a_step_that_applies_nothin
         assert "in_flight" in keys
 
 
+def goes_on(folder, compressor, **settings):
+    """Parameters after the first step of a run from a checkpoint, which applies what was in flight; what is said."""
+
+    class Watched(Net):
+        path = ()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.path = (*self.path, flat(self).numpy())
+
+    make = Watched()
+    _, _, said = fit_epochs(
+        f"{folder}/again", compressor, f"{folder}/epoch=0.ckpt", make=lambda: make, **{**DELAY, **settings}
+    )
+    return make.path[0], said
+
+
+def both_go_on(folder, first, second, **settings):
+    return goes_on(folder, first, **settings), goes_on(folder, second, **settings)
+
+
+def trained_with(folder, compressor, **settings):
+    fit_epochs(folder, compressor, epochs=1, **DELAY, **settings)
+
+
+SLOW = {"name": "dgc", "density": 0.05}
+LOST = "The average in flight is lost; only delay=1 and the compressor that made it can apply it"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "state", "size"),
+    [
+        (OneBit(), TopK(0.05), "sidecar", 2),
+        (OneBit(), TopK(0.05), "mean", 3),
+        ("none", OneBit(), "sidecar", 3),
+    ],
+    ids=["files", "mean", "none"],
+)
+def test_another_compressor_applies_what_was_in_flight(pools, tmp_path, before, after, state, size):
+    """The first step applies a mean of gradients, whichever method made it and makes the next ones."""
+    pools[3].run(partial(trained_with, state=state), str(tmp_path), before)
+    ranks = pools[size].run(partial(both_go_on, state=state), str(tmp_path), before, after)
+    for (whole, nothing), (path, _) in ranks:
+        assert np.array_equal(path, whole)
+        assert not nothing
+    (said,) = ranks[0][1][1]
+    assert "Error feedback begins again from zero" in said
+    assert "in flight" not in said
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "settings", "size"),
+    [
+        (SLOW, OneBit(), {}, 2),
+        (OneBit(), SLOW, {}, 3),
+        (OneBit(), TopK(0.05), {"delay": 0}, 2),
+    ],
+    ids=["from_dgc", "to_dgc", "without_delay"],
+)
+def test_what_was_in_flight_is_lost_where_it_is_no_gradient_and_said_so(pools, tmp_path, before, after, settings, size):
+    pools[size].run(trained_with, str(tmp_path), before)
+    (_, (said,)), *_ = pools[size].run(partial(goes_on, **settings), str(tmp_path), after)
+    assert LOST in said
+
+
+def test_nothing_is_said_where_nothing_was_in_flight(pools, tmp_path):
+    pools[2].run(first_epoch, str(tmp_path))
+    (_, (said,)), _ = pools[2].run(partial(goes_on, delay=0), str(tmp_path), TopK(0.05))
+    assert "in flight" not in said
+
+
 def _whole():
     return outcome(*train("onebit", ByStep, max_epochs=-1, max_steps=STEPS, settings=DELAY))
 
