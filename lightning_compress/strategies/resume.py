@@ -239,7 +239,8 @@ def _keep_in_flight(resume: Resume, files: Files, manifest: object, compression:
     if there and gradients and compression.settings.steps_by is None and isinstance(compression, DelayedCompression):
         with contextlib.suppress(ValueError):
             compression.load_in_flight(state)
-            return ""
+            if compression.in_flight:  # else it is of other parameters
+                return ""
     return ". The average in flight is lost; only delay=1 and the compressor that made it can apply it" if there else ""
 
 
