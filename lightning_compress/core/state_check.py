@@ -88,7 +88,9 @@ def _checked_in_flight(given: Any) -> StateDict:
             raise ValueError("what was in flight must be floating-point tensors, by name")
         if mean.dim() != 1 or not mean.is_contiguous():  # a strided view of one value can exceed the memory
             raise ValueError(f"what was in flight of {name} must be contiguous and one-dimensional")
-    return {"scale": fields["scale"], "means": fields["means"]}
+    if not isinstance(gradients := fields.get("gradients", False), bool):  # earlier versions did not say
+        raise ValueError("what was in flight must say with a bool whether it is gradients")
+    return {"scale": fields["scale"], "means": fields["means"], "gradients": gradients}
 
 
 def _checked_orders(orders: Any) -> Orders:

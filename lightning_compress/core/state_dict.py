@@ -5,10 +5,11 @@
                                                         "numels": [int, ...], "numbers": float [their sum]}}}, ...],
      "orders": {name: [its dimensions, in the order of memory]},
      "rank": int,
-     "in_flight": {"scale": factor of the loss in them, "means": {name: mean gradient [numel]}}}
+     "in_flight": {"scale": factor of the loss in them, "means": {name: mean gradient [numel]}, "gradients": bool}}
 
 ``rank`` is not there if the numbers are a sum or a mean over the ranks. ``in_flight`` is there only if averages are
-applied a step late: the next step applies these. They may be non-finite.
+applied a step late: the next step applies these. They may be non-finite. ``gradients`` says whether they are means of
+gradients; otherwise they are steps of the method, which mean nothing to another one.
 
 Groups are saved because a bit-exact resume needs them. A resumed DistributedDataParallel begins with one bucket of all
 parameters, in which blocks, shards and transforms would be cut elsewhere.

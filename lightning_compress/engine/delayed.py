@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,10 +27,9 @@ from lightning_compress.collectives import Collective, TorchCollective, consensu
 from lightning_compress.core import state_check, state_dict
 from lightning_compress.core.state_dict import StateDict
 from lightning_compress.engine import checks
-from lightning_compress.engine.accumulation import node_of
 from lightning_compress.engine.compression import Compression, ScaleSource
 from lightning_compress.engine.hook import ThreadHook, Workers
-from lightning_compress.engine.in_flight import Average
+from lightning_compress.engine.in_flight import Average, ZeroGrad
 from lightning_compress.engine.optimizers import skip_step
 from lightning_compress.settings.options import check_delayed
 from lightning_compress.settings.parsing import CompressorLike
@@ -75,41 +73,16 @@ class DelayedCompression(Compression):
         self._applied: Average | None = None
         self.begun = 0
         self._stepping = self._applied_in_step = False
-        self._gave_up = self._holds = False
+        self._owned: Collection[str] = ()  # names of the last optimizer's parameters
+        self._notices_steps = self._awaits_step = False
+        self._gave_up = False
         super().__init__(module, settings, collective, lambda: self._averaged.scale, *more, **named)
         named_parameters = checks.trained_parameters(module)
         self._parameters = {name: each for name, each in named_parameters if id(each) in self._names}
-        self._watch_gradient()
+        self._zero_grad = ZeroGrad(self._parameters)
+        self.closing.callback(self._zero_grad.close)
 
     # --- the main thread
-
-    def _watch_gradient(self) -> None:
-        """Look at one parameter's ``grad`` before backward adds to it; without a delay, ``Passes`` does."""
-        watched = next(iter(self._parameters.values()))
-        owner, parameter = weakref.ref(self), weakref.ref(watched)  # a cycle through a node is never freed
-
-        def look(_: object) -> None:
-            if (compression := owner()) and (looked_at := parameter()) is not None:
-                compression.check_zeroed(looked_at.grad)
-
-        self._node = node_of(watched)  # which has to live
-        self.closing.callback(self._node.register_prehook(look).remove)
-
-    def check_zeroed(self, grad: Tensor | None) -> None:
-        """Raise if a gradient is about to be added to the average that the last step applied.
-
-        Args:
-            grad: of any parameter.
-
-        Raises:
-            RuntimeError: it is.
-        """
-        held, self._holds = self._holds, False
-        if held and grad is not None and grad.any():
-            raise RuntimeError(
-                "a second backward began before zero_grad(), and delay=1 averages one backward in each step: call "
-                "zero_grad() after each optimizer step, accumulate under no_sync(), or use delay=0"
-            )
 
     def begin(self) -> Average:
         """Return a new average, at the first bucket of a step."""
@@ -126,13 +99,11 @@ class DelayedCompression(Compression):
 
         Raises:
             BaseException: averaging failed.
-            RuntimeError: an optimizer calls its closure twice in a step.
+            RuntimeError: see ``_check_stepped``.
         """
-        if self._stepping and self._applied_in_step:
-            raise RuntimeError(
-                "the optimizer computes gradients several times in a step, and delay=1 would give it those of several "
-                "steps: use delay=0"
-            )
+        scale = self.loss_scale()
+        factor = 1.0 if scale is None else float(scale)
+        self._check_stepped(factor)
         last, start = self.in_flight, time.perf_counter()
         if last is not None:
             last.done.wait()
@@ -140,15 +111,44 @@ class DelayedCompression(Compression):
         if last is not None and not last.complete:
             self.workers.wait()
             raise RuntimeError("the average of the last step is lost, because averaging failed")
-        scale = self.loss_scale()
         for buffer, parameters, gradients in buckets:
             if last is None:
                 buffer.zero_()
             else:
-                last.apply(buffer, parameters, gradients, 1.0 if scale is None else float(scale))
+                last.apply(buffer, parameters, gradients, factor)
         self._applied, self.in_flight = last, average
-        self._applied_in_step, self._holds = True, last is not None
+        self._applied_in_step = True
+        self._awaits_step = self._notices_steps and last is not None and not last.problem
+        self._zero_grad.hold(last, self._owned)
         self.workers.submit(lambda _: self._end(average, waited), average.done.set)
+
+    def _check_stepped(self, factor: float) -> None:
+        """Raise if the average that the last backward applied is lost, or is still in the gradients.
+
+        Args:
+            factor: of the present loss.
+
+        Raises:
+            RuntimeError: an optimizer calls its closure twice in a step, none has stepped since the last backward, or
+                ``zero_grad`` was not called.
+        """
+        if self._stepping and self._applied_in_step:
+            raise RuntimeError(
+                "the optimizer computes gradients several times in a step, and delay=1 would give it those of several "
+                "steps: use delay=0"
+            )
+        if self._zero_grad.held:
+            raise RuntimeError(
+                "a second backward began before zero_grad(), and delay=1 averages one backward in each step: call "
+                "zero_grad() after each optimizer step, accumulate under no_sync(), or use delay=0"
+            )
+        skipped = self.in_flight is not None and factor < self.in_flight.factor  # by a GradScaler, which then lowers it
+        if self._awaits_step and not skipped:
+            raise RuntimeError(
+                "a second backward began before the optimizer stepped, and delay=1 would lose the average that the "
+                "first one applied: step after each backward, run one without a step under no_sync(), or use delay=0. "
+                "To discard an average because of its values, call zero_grad() and then step()"
+            )
 
     def settle(self) -> None:
         """Wait until nothing is under way; if an exception is being handled, only for a while.
@@ -185,6 +185,7 @@ class DelayedCompression(Compression):
 
     def take_over(self, optimizer: Optimizer) -> bool:
         """See ``Compression``."""
+        self._owned = self.optimizers.owned(optimizer) or self._owned
         if not self._stepping:  # else an optimizer's step calls that of its base class
             self._stepping, self._applied_in_step = True, False
         return super().take_over(optimizer) or self._applied is None
@@ -206,6 +207,8 @@ class DelayedCompression(Compression):
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that the optimizer has stepped; its states were committed before."""
         self._stepping = False
+        if self.optimizers.owned(optimizer):
+            self._notices_steps, self._awaits_step = True, False
 
     def compare_ranks(self, now: bool = False) -> None:
         """See ``Compression``."""
@@ -244,27 +247,39 @@ class DelayedCompression(Compression):
         if flying is None or not flying.complete:
             return state
         means = {self._names[each]: mean.reshape(-1) for each, mean in flying.means.items()}
-        return state | {state_dict.IN_FLIGHT: {"scale": flying.factor, "means": means}}
+        gradients = self.settings.steps_by is None
+        return state | {state_dict.IN_FLIGHT: {"scale": flying.factor, "means": means, "gradients": gradients}}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """See ``Compression``; what was in flight is rank 0's.
-
-        A rank that did not take the last step, because another had failed, saved an average that rank 0's model has.
-        """
+        """See ``Compression``; what was in flight is rank 0's."""
         self.settle()  # ranks compare the state where averages travel
         super().load_state_dict(state)
         self.begun = self.step
-        scale, means, problem = 1.0, dict[str, Tensor](), None
         try:
-            shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-            scale, means = state_dict.means_in_flight(state_check.check(state), shapes, self.groups.orders)
-        except ValueError as error:
-            problem = error
-        try:
-            consensus.check({}, problem, self._collective, self.device, "")
+            self.load_in_flight(state_check.check(state))
         except ValueError:
             self.reset()
             raise
+
+    def load_in_flight(self, state: StateDict) -> None:
+        """Let the next step apply what was in flight on rank 0; the rest of the state is ignored.
+
+        A rank that did not take the last step, because another had failed, saved an average that rank 0's model has.
+        Collective: all ranks must call it.
+
+        Args:
+            state: validated; that of other ranks may be empty.
+
+        Raises:
+            ValueError: on every rank: an average does not fit its parameter.
+        """
+        scale, means, problem = 1.0, dict[str, Tensor](), None
+        try:
+            shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+            scale, means = state_dict.means_in_flight(state, shapes, self.groups.orders)
+        except ValueError as error:
+            problem = error
+        consensus.check({}, problem, self._collective, self.device, "")
         self.in_flight = self._of_first_rank(scale, means)
 
     def _of_first_rank(self, scale: float, means: Mapping[str, Tensor]) -> Average | None:
@@ -296,6 +311,8 @@ class DelayedCompression(Compression):
         self.settle()
         super().reset()
         self.in_flight = self._applied = None
+        self._awaits_step = False
+        self._zero_grad.hold(None, ())
         self.begun = 0
 
     def stats(self) -> dict[str, float]:

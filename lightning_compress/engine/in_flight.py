@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from lightning_compress.engine.accumulation import node_of
 
 _Buckets = dict[tuple[int, ...], tuple[Tensor, list[Tensor]]]
 
@@ -42,6 +45,10 @@ class Average:
         """The factor of the loss."""
         return 1.0 if self.scale is None else float(self.scale)
 
+    def moves(self, parameter: Tensor) -> bool:
+        """Return whether the mean of a parameter is known and not 0."""
+        return id(parameter) in self.means and bool(self.means[id(parameter)].any())
+
     def take(self, buffer: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         """Copy a bucket, whose memory is used again; return its gradients."""
         key = tuple(map(id, parameters))
@@ -73,3 +80,59 @@ class Average:
 def _like(buffer: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     flat, start = torch.empty_like(buffer), buffer.storage_offset()
     return flat, [flat.as_strided(each.size(), each.stride(), each.storage_offset() - start) for each in gradients]
+
+
+class ZeroGrad:
+    """Find out whether ``zero_grad()`` was called since an average was applied.
+
+    It was if any gradient is 0 whose mean was not. Not all need to be: an optimizer zeroes its own. Each backward pass
+    looks before it adds the first gradient. Version counters would tell less. ``grad.data.zero_()`` leaves them as they
+    are, and with ``gradient_as_bucket_view=True`` all gradients of a bucket share one.
+
+    Args:
+        parameters: of the model, by name.
+
+    Attributes:
+        held: the average that is in the gradients, as far as is known; None: there is none, or it was zeroed.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = dict(sorted(parameters.items(), key=lambda each: each[1].numel()))  # small ones are fast
+        self._told_last, self._pass = next(iter(self._parameters.values())), -1
+        self.held: Average | None = None
+        owner = weakref.ref(self)  # a cycle through a node is never freed
+
+        def look(_: object) -> None:
+            if found := owner():
+                found._look()
+
+        self._nodes = [node_of(parameter) for parameter in self._parameters.values()]  # which have to live
+        self._hooks = [node.register_prehook(look) for node in self._nodes]
+
+    def hold(self, average: Average | None, owned: Collection[str]) -> None:
+        """Note that the gradients hold an average now, unless the means of the optimizer's parameters are 0.
+
+        Args:
+            average: that was applied, or None.
+            owned: names of the optimizer's parameters; empty if it is not known.
+        """
+        watched = (each for name, each in self._parameters.items() if not owned or name in owned)
+        self.held = average if average and any(map(average.moves, watched)) else None
+
+    def _look(self) -> None:
+        """Look for a gradient that was zeroed, before a backward pass adds the first one."""
+        if self._pass == (now := torch._C._current_graph_task_id()):
+            return
+        self._pass = now
+        if (held := self.held) is None:
+            return
+        for parameter in (self._told_last, *self._parameters.values()):
+            if held.moves(parameter) and (parameter.grad is None or not parameter.grad.any()):
+                self.held, self._told_last = None, parameter
+                return
+
+    def close(self) -> None:
+        """Stop looking."""
+        for hook in self._hooks:
+            hook.remove()
+        self.held = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.core import errors, state_dict
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.delayed import DelayedCompression
 from lightning_compress.periodic.synchroniser import differing
 from lightning_compress.planning.decide import keep
 from lightning_compress.strategies import sidecar
@@ -217,8 +218,30 @@ def restore_compression(resume: Resume, files: Files, content: Mapping[str, Any]
     except ValueError as error:  # the same on all ranks
         compression.reset()
         instead = "Error feedback begins again from zero, and warm-up and schedules at their first step"
-        return resume.without(error, content, instead)
+        return resume.without(error, content, instead + _keep_in_flight(resume, files, manifest, compression))
     return ""
+
+
+def _keep_in_flight(resume: Resume, files: Files, manifest: object, compression: Compression) -> str:
+    """Keep the average that was in flight (``delay=1``), although the rest of the state cannot be restored. Collective.
+
+    Returns:
+        a sentence if it is lost: this run applies no average late, or a method makes steps of gradients.
+    """
+    ranks = resume.ranks
+    try:
+        state = resume.restore(lambda: ({} if ranks.rank else sidecar.read_first(files, resume.path, manifest), None))
+    except ValueError:  # the same on all ranks
+        return ""
+    flying = state.get(state_dict.IN_FLIGHT, {})
+    found = [bool(flying), flying.get("gradients", False)]
+    there, gradients = consensus.anywhere(found, ranks, resume.device)
+    if there and gradients and compression.settings.steps_by is None and isinstance(compression, DelayedCompression):
+        with contextlib.suppress(ValueError):
+            compression.load_in_flight(state)
+            if compression.in_flight:  # else it is of other parameters
+                return ""
+    return ". The average in flight is lost; only delay=1 and the compressor that made it can apply it" if there else ""
 
 
 def _equal(own: Tensor, other: object) -> bool:

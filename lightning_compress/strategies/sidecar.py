@@ -182,13 +182,13 @@ class Saved:
     place: str = ""
 
     @classmethod
-    def of(cls, path: str, manifest: object, methods: Sequence[str], size: int | None = None) -> Saved:
+    def of(cls, path: str, manifest: object, methods: Sequence[str] | None, size: int | None = None) -> Saved:
         """Validate a manifest.
 
         Args:
             path: of the checkpoint.
             manifest: the checkpoint's content under ``KEY``; may be anything.
-            methods: names of the methods whose state this run can resume from, its own first.
+            methods: names of the methods whose state this run can resume from, its own first; None: any.
             size: required number of ranks; None: any.
 
         Raises:
@@ -201,7 +201,7 @@ class Saved:
             raise ValueError("the checkpoint's manifest is damaged")
         if size not in (None, ranks):
             raise ValueError(f"the checkpoint is of {ranks} ranks, and this run has {size}")
-        if method not in methods:
+        if methods is not None and method not in methods:
             raise ValueError(f"the checkpoint was trained with {method}, this run compresses with {methods[0]}")
         if (inside := _tree(manifest)) is not None:
             return cls(ranks, inside)
@@ -273,6 +273,16 @@ def read(
     earlier = range(ranks.rank, saved.ranks, ranks.size)
     total = state_dict.total(map(part, earlier)) if earlier else state_dict.zeroed(part(0))  # one at a time in memory
     return total | {"summands": saved.ranks}
+
+
+def read_first(files: Files, path: str, manifest: object) -> StateDict:
+    """Return what rank 0 saved of a compression by any method; see ``read``.
+
+    Raises:
+        ValueError: its file is missing, damaged or of another save.
+    """
+    saved = Saved.of(path, manifest, None)
+    return state_check.check(saved.inside) if saved.inside is not None else saved.part(files, 0, state_check.check)
 
 
 def redistribute(state: StateDict, ranks: Collective, device: torch.device) -> StateDict:

@@ -66,6 +66,7 @@ def state(**changed):
         ({"means": {"a": [1.0]}}, "floating-point tensors, by name"),
         ({"means": {"a": torch.ones(1).expand(6)}}, "contiguous and one-dimensional"),
         ({"means": {"a": torch.ones(2, 3)}}, "contiguous and one-dimensional"),
+        ({"gradients": 1}, "must say with a bool whether it is gradients"),
     ],
     ids=str,
 )

@@ -86,6 +86,67 @@ def test_a_trainer_does_delayed_sgd_bit_for_bit(pools, compressor, clip, accumul
         assert all(np.array_equal(ours, theirs.numpy()) for ours, theirs in zip(path, expected, strict=True))
 
 
+class Head(Small):
+    """The optimizer has the last layer alone."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[-1].parameters(), RATE)
+
+
+class ClosureFirst(Small):
+    """Gradients are computed before the optimizer steps."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer_closure()
+        optimizer.step()
+
+
+class EverySecond(Small):
+    """Every second batch's gradients are not to be applied; as in Lightning's page on optimization."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+def loop(make, steps=6):
+    """Parameters after each step on this rank, and the error that ended the fit."""
+    model, said = make(), ""
+    strategy = CompressedDDPStrategy(ALL, min_numel=1, bucket_cap_mb=0.005, **DELAY)
+    trainer = quiet_trainer(strategy, max_steps=steps, use_distributed_sampler=False)
+    try:
+        trainer.fit(model, DataLoader(batches(dist.get_rank(), steps), batch_size=None))
+    except RuntimeError as error:
+        said = str(error)
+    return model.path, said
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_head_alone_is_trained(pools, size):
+    first, last = flat(network()).numpy(), flat(network()[-1]).numel()
+    for path, said in pools[size].run(loop, Head):
+        assert not said
+        moved = [np.flatnonzero(each != before) for before, each in zip([first, *path], path, strict=False)]
+        assert [len(each) > 0 for each in moved] == [False] + [True] * 5  # the first step applies nothing
+        assert all(each.min() >= len(first) - last for each in moved[1:])
+
+
+def test_gradients_may_be_computed_before_the_step(pools):
+    expected = [each.numpy() for each in delayed_sgd(2, steps=6)]
+    for path, said in pools[2].run(loop, ClosureFirst):
+        assert not said
+        assert np.array_equal(path, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_backward_without_a_step_is_refused_on_every_rank(pools, size):
+    for path, said in pools[size].run(loop, EverySecond):
+        assert len(path) == 2
+        assert "a second backward began before the optimizer stepped" in said
+
+
 CODECS = [case for case in METHODS if isinstance(case.codec, Codec)]
 
 
@@ -179,6 +240,76 @@ def test_with_a_delay_a_run_without_one_goes_on_after_a_step_that_applies_nothin
     for moved, keys in pools[2].run(at_first, str(tmp_path), 1):
         assert [bool(each) for each in moved] == [False, True, True]
         assert "in_flight" in keys
+
+
+def goes_on(folder, compressor, **settings):
+    """Parameters after the first step of a run from a checkpoint, which applies what was in flight; what is said."""
+
+    class Watched(Net):
+        path = ()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.path = (*self.path, flat(self).numpy())
+
+    make = Watched()
+    _, _, said = fit_epochs(
+        f"{folder}/again", compressor, f"{folder}/epoch=0.ckpt", make=lambda: make, **{**DELAY, **settings}
+    )
+    return make.path[0], said
+
+
+def both_go_on(folder, first, second, **settings):
+    return goes_on(folder, first, **settings), goes_on(folder, second, **settings)
+
+
+def trained_with(folder, compressor, **settings):
+    fit_epochs(folder, compressor, epochs=1, **DELAY, **settings)
+
+
+SLOW = {"name": "dgc", "density": 0.05}
+LOST = "The average in flight is lost; only delay=1 and the compressor that made it can apply it"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "state", "size"),
+    [
+        (OneBit(), TopK(0.05), "sidecar", 2),
+        (OneBit(), TopK(0.05), "mean", 3),
+        ("none", OneBit(), "sidecar", 3),
+    ],
+    ids=["files", "mean", "none"],
+)
+def test_another_compressor_applies_what_was_in_flight(pools, tmp_path, before, after, state, size):
+    """The first step applies a mean of gradients, whichever method made it and makes the next ones."""
+    pools[3].run(partial(trained_with, state=state), str(tmp_path), before)
+    ranks = pools[size].run(partial(both_go_on, state=state), str(tmp_path), before, after)
+    for (whole, nothing), (path, _) in ranks:
+        assert np.array_equal(path, whole)
+        assert not nothing
+    (said,) = ranks[0][1][1]
+    assert "Error feedback begins again from zero" in said
+    assert "in flight" not in said
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "settings", "size"),
+    [
+        (SLOW, OneBit(), {}, 2),
+        (OneBit(), SLOW, {}, 3),
+        (OneBit(), TopK(0.05), {"delay": 0}, 2),
+    ],
+    ids=["from_dgc", "to_dgc", "without_delay"],
+)
+def test_what_was_in_flight_is_lost_where_it_is_no_gradient_and_said_so(pools, tmp_path, before, after, settings, size):
+    pools[size].run(trained_with, str(tmp_path), before)
+    (_, (said,)), *_ = pools[size].run(partial(goes_on, **settings), str(tmp_path), after)
+    assert LOST in said
+
+
+def test_nothing_is_said_where_nothing_was_in_flight(pools, tmp_path):
+    pools[2].run(first_epoch, str(tmp_path))
+    (_, (said,)), _ = pools[2].run(partial(goes_on, delay=0), str(tmp_path), TopK(0.05))
+    assert "in flight" not in said
 
 
 def _whole():
