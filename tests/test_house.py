@@ -27,7 +27,7 @@ ROOMS = [
     ("gossip", "backward"),
     ("periodic",),
     ("asynchronous",),
-    ("strategies", "callbacks", "compare", "testing"),
+    ("strategies", "callbacks", "comparison", "testing"),
     ("commands",),
     ("pytorch_lightning", "fabric", "ray", "__main__"),
     ("contrib",),  # loaded by name, so that nothing imports it
