@@ -23,7 +23,7 @@ from benchmarks._plot import Curve, draw
 from benchmarks._sweeps import ORDERS, Step, sweep
 from benchmarks.gradients import FOLDERS, captured
 from lightning_compress import compare
-from lightning_compress.compare import Row
+from lightning_compress.comparison import Row
 
 SCALES = (1.0, 1e-3, 1e-5)
 COUNT = 10

@@ -2,20 +2,11 @@
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from wrapt import when_imported
-
-from lightning_compress.codecs import Codec, Plan
-from lightning_compress.compare import Comparison, compare
-from lightning_compress.core.errors import ExchangeError
-from lightning_compress.core.registry import register
-from lightning_compress.engine.attach import attach
-from lightning_compress.engine.compression import Compression
-from lightning_compress.exchanges import Exchange, ExchangePlan
-from lightning_compress.gossip.moniqua import Moniqua
-from lightning_compress.reducers import Reducer, ReducerPlan
 
 if TYPE_CHECKING:
     from lightning_compress.callbacks.meprop import MeProp
@@ -23,32 +14,61 @@ if TYPE_CHECKING:
     from lightning_compress.callbacks.monitor import CommunicationMonitor
     from lightning_compress.callbacks.profile import StepProfile
     from lightning_compress.callbacks.sufficient_factors import SufficientFactors
+    from lightning_compress.codecs import Codec, Plan
+    from lightning_compress.comparison import Comparison, compare
     from lightning_compress.contrib.mesimp import MeSimp
     from lightning_compress.contrib.theta_recovery import ThetaRecovery
+    from lightning_compress.core.errors import ExchangeError
+    from lightning_compress.core.registry import register
+    from lightning_compress.engine.attach import attach
+    from lightning_compress.engine.compression import Compression
+    from lightning_compress.exchanges import Exchange, ExchangePlan
+    from lightning_compress.gossip.moniqua import Moniqua
+    from lightning_compress.reducers import Reducer, ReducerPlan
     from lightning_compress.strategies.asynchronous import AsyncGossipStrategy
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
     from lightning_compress.strategies.constructors import GossipStrategy, LocalSGDStrategy
 
-_LIGHTNING = {
+_HOMES = {
     "AsyncGossipStrategy": "strategies.asynchronous",
+    "Codec": "codecs",
     "CommunicationMonitor": "callbacks.monitor",
+    "Comparison": "comparison",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
+    "Compression": "engine.compression",
+    "Exchange": "exchanges",
+    "ExchangeError": "core.errors",
+    "ExchangePlan": "exchanges",
     "GossipStrategy": "strategies.constructors",
     "LocalSGDStrategy": "strategies.constructors",
     "MeProp": "callbacks.meprop",
     "MeSimp": "contrib.mesimp",
     "MinibatchSize": "callbacks.minibatch_size",
+    "Moniqua": "gossip.moniqua",
+    "Plan": "codecs",
+    "Reducer": "reducers",
+    "ReducerPlan": "reducers",
     "StepProfile": "callbacks.profile",
     "SufficientFactors": "callbacks.sufficient_factors",
     "ThetaRecovery": "contrib.theta_recovery",
+    "attach": "engine.attach",
+    "compare": "comparison",
+    "register": "core.registry",
 }
+"""The module of each public name."""
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs Lightning on first use: the import takes seconds, and ``attach`` does not need it."""
-    if name not in _LIGHTNING:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LIGHTNING[name]}"), name)
+    """Import on first use: torch and Lightning take seconds, and neither ``--help`` nor Hydra's search needs them."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")  # such as lightning_compress.codecs
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
 
 
 @when_imported("lightning.pytorch")

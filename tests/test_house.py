@@ -27,7 +27,7 @@ ROOMS = [
     ("gossip", "backward"),
     ("periodic",),
     ("asynchronous",),
-    ("strategies", "callbacks", "compare", "testing"),
+    ("strategies", "callbacks", "comparison", "testing"),
     ("commands",),
     ("pytorch_lightning", "fabric", "ray", "__main__"),
     ("contrib",),  # loaded by name, so that nothing imports it
@@ -143,6 +143,28 @@ def test_files_and_functions_are_small():
             if isinstance(node, ast.FunctionDef):
                 start = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
                 assert node.end_lineno - start <= 60, f"{path}: {node.name}"
+
+
+CREATORS = {
+    "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_permuted",
+    "empty_strided", "eye", "fftfreq", "full", "hamming_window", "hann_window", "kaiser_window", "linspace",
+    "logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range", "rfftfreq", "scalar_tensor",
+    "tensor", "zeros",
+}  # fmt: skip
+"""Functions of torch that take the default dtype, or what their numbers suggest, unless they are told another."""
+
+
+def test_tensors_say_their_dtype():
+    """What is computed must not depend on ``torch.set_default_dtype``; see tests/test_default_dtype.py."""
+    found = []
+    for path in MODULES:
+        assert not {("torch", name) for name in CREATORS} & {*names(path)}, path  # they would go unseen here
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CREATORS:
+                said = {each.arg for each in node.keywords}
+                if ast.unparse(node.func.value) in ("torch", "torch.fft") and not said & {"dtype", "out"}:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    assert not found, "\n".join(found)
 
 
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.match_case)

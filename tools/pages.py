@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_compress.__main__ import COMMANDS
+from lightning_compress.__main__ import COMMANDS, command
 from lightning_compress.codecs import Codec
 from lightning_compress.commands.compressors import described
 from lightning_compress.corrections import Corrected
@@ -166,17 +166,17 @@ def command_line() -> str:
         "`lightning-compress COMMAND`, or `python -m lightning_compress COMMAND`. `--help` lists the options.",
         "\n".join(
             ["| command | what it does |", "| --- | --- |"]
-            + [f"| [`{name}`](#{name}) | {Docstring.of(command).summary} |" for name, command in COMMANDS.items()]
+            + [f"| [`{name}`](#{name}) | {Docstring.of(command(name)).summary} |" for name in COMMANDS]
         ),
     ]
-    return "\n\n".join([*parts, *(command_of(name, command) for name, command in COMMANDS.items())]) + "\n"
+    return "\n\n".join([*parts, *map(command_of, COMMANDS)]) + "\n"
 
 
-def command_of(name: str, command: Callable[..., Any]) -> str:
+def command_of(name: str) -> str:
     """Return the section of a command."""
-    said = Docstring.of(command)
+    said = Docstring.of(command(name))
     rows = []
-    for each in inspect.signature(command).parameters.values():
+    for each in inspect.signature(command(name)).parameters.values():
         given = each.default is not inspect.Parameter.empty
         option = f"--{each.name.replace('_', '-')}" if given else each.name.upper()
         default = "required" if not given else "" if each.default in (None, False) else f"`{each.default}`"

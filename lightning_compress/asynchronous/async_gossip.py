@@ -240,7 +240,7 @@ class AsyncGossip(Synchroniser):
 
     def _meet_furthest(self) -> None:
         """Ask all ranks for their steps. Collective."""
-        most = torch.tensor([self.attempts])
+        most = torch.tensor([self.attempts], dtype=torch.int64)
         with errors.explained("meeting the others", self.ranks.rank):
             self._apart.all_reduce(most, "max")
         self._furthest = int(most)

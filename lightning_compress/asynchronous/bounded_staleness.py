@@ -108,7 +108,8 @@ class BoundedStaleness:
         self._encoding, self._decoding = Workspace(), Workspace()
         self._encoder, self._decoder = _planned(sections, self._encoding), _planned(sections, self._decoding)
         self._dropped = [each.span for each in sections if not each.fed_back]
-        self._before, self._residual = torch.zeros(self.model.numel), torch.zeros(self.model.numel)
+        self._before = torch.zeros(self.model.numel, dtype=torch.float32)
+        self._residual = torch.zeros_like(self._before)
         others = [other for other in range(size) if other != rank]
         self._arrived = threading.Condition()  # of the five below
         self._received = dict.fromkeys(others, 0)
@@ -249,7 +250,8 @@ class BoundedStaleness:
         message = torch.zeros(self._encoder.size, dtype=torch.uint8)
         with self._encoding.used():
             self._encoder.agree(key, self._rank, self._size)
-            used = self._encoder.encode(vector, message, mix(key, self._rank), torch.zeros(()), keep=False)
+            flag = torch.zeros((), dtype=torch.float32)
+            used = self._encoder.encode(vector, message, mix(key, self._rank), flag, keep=False)
         for span in self._dropped:
             vector[span].zero_()
         return message[:used].clone() if self._encoder.variable else message

@@ -72,7 +72,7 @@ class ModuloAverage(PairwiseAverage):
         if theta is None or number % EVERY == 0:
             return super()._ask(links, peer)
         step = float(self._settings.step(torch.tensor(theta, dtype=torch.float64)))
-        room, packed = torch.empty(CHUNK), torch.empty(self._bytes, dtype=torch.uint8)
+        room, packed = torch.empty(CHUNK, dtype=torch.float32), torch.empty(self._bytes, dtype=torch.uint8)
         found = torch.zeros(1, dtype=torch.int64)
         for part, place in self._chunks():
             x = self._model.read(part, room)

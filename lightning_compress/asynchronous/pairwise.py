@@ -48,7 +48,7 @@ class PairwiseAverage:
     def __init__(self, model: SharedModel, share: float = 0.5) -> None:
         self._model, self._most = model, share
         self._turn = threading.Lock()  # of the answering threads, which share the room for a chunk of the model
-        self._own = torch.empty(CHUNK)
+        self._own = torch.empty(CHUNK, dtype=torch.float32)
         self._rooms: dict[int, Tensor] = {}
         self._open: dict[int, int] = {}
         self.paused, self.answered = False, 0
@@ -91,9 +91,9 @@ class PairwiseAverage:
     def _read(self, peer: int) -> Tensor:
         """Return this rank's model, in memory of the thread that asks this neighbour."""
         if peer not in self._rooms:
-            self._rooms[peer] = torch.empty(self._model.numel)
+            self._rooms[peer] = torch.empty(self._model.numel, dtype=torch.float32)
         room = self._rooms[peer]
-        total = torch.zeros(())
+        total = torch.zeros((), dtype=torch.float32)
         for part in self._model.chunks():
             total += self._model.read(part, room[part]).sum()  # while it is in the cache
         if not float(total.abs()) < LARGEST:
@@ -126,7 +126,7 @@ class PairwiseAverage:
                 f"rank {rank} sent a model of {theirs.numel():,} parameters, and this one has {self._model.numel:,}; "
                 "all ranks must train the same model"
             )
-        largest = torch.zeros(())
+        largest = torch.zeros((), dtype=torch.float32)
         for part in self._model.chunks():
             change = theirs[part].sub_(self._model.read(part, self._own))
             torch.maximum(largest, change.abs().max(), out=largest)  # of NaN it is NaN

@@ -38,7 +38,7 @@ class SharedModel:
         self._parameters = [each.detach() for each in parameters]
         self._stops = list(accumulate(each.numel() for each in self._parameters))
         self.numel = self._stops[-1] if self._stops else 0
-        self.moved = torch.zeros(self.numel)
+        self.moved = torch.zeros(self.numel, dtype=torch.float32)
         self._lock, self._held, self._touched, self.steps = threading.Lock(), False, False, 0
 
     def chunks(self) -> Iterator[slice]:

@@ -103,7 +103,7 @@ class _Scan(torch.autograd.Function):
 def _top(scores: Tensor, sparsity: Sparsity) -> Tensor:
     """Choose outputs of all gates, ascending, by scores ``[gates, hidden]``."""
     gates, hidden = scores.shape
-    first = torch.arange(0, gates * hidden, hidden, device=scores.device)
+    first = torch.arange(0, gates * hidden, hidden, dtype=torch.int64, device=scores.device)
     return (sparsity.top(scores) + first[:, None]).flatten()
 
 

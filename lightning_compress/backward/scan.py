@@ -169,7 +169,7 @@ class Scan:
         """Sum the sizes of gate gradients before they travel through time: ``[gates, hidden]``."""
         last = torch.empty(len(self._flowing), dtype=torch.long, device=self._x.device)
         for span, count in reversed(self._steps):
-            last[:count] = torch.arange(span.start, span.stop, device=last.device)
+            last[:count] = torch.arange(span.start, span.stop, dtype=torch.int64, device=last.device)
         parts = list(self._flowing.split(self._size, 1))
         sources = [self._output.index_add(0, last, parts[-1])]
         if self._through is not None:
@@ -184,7 +184,7 @@ class Scan:
     def run_fixed(self, index: Tensor, needs_x: bool) -> Found:
         """Go through all steps with one choice of columns of the gates, ascending."""
         cell, size = self._cell, self._size
-        places = torch.tensor(cell.sources, device=index.device)[index // size] * size + index % size
+        places = torch.tensor(cell.sources, dtype=torch.int64, device=index.device)[index // size] * size + index % size
         outer = self._outer.flatten(1).index_select(1, index)
         same = self._inner is self._outer
         inner = outer if same else self._inner.flatten(1).index_select(1, index)

@@ -197,7 +197,7 @@ class Sparsity:
     def _of_each(self, gradient: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor]:
         whole = gradient if share is None else gradient + share.to(gradient.dtype)
         kept = kept_of_each(whole, self.k)
-        index = torch.arange(kept.shape[1], device=kept.device)
+        index = torch.arange(kept.shape[1], dtype=torch.int64, device=kept.device)
         if self.hits is not None:
             self._count((kept != 0).sum(0), index, len(kept))
         if self.decay or share is not None:

@@ -68,7 +68,8 @@ class Probe:
             copied = copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
             self._rows = list(islice(copied, batches))
         rows = sum(len(each) if isinstance(each, list | tuple) else 1 for each in self._rows)
-        self.samples = int(trainer.strategy.reduce(torch.tensor(rows, device=module.device), reduce_op="sum"))
+        counted = torch.tensor(rows, dtype=torch.int64, device=module.device)
+        self.samples = int(trainer.strategy.reduce(counted, reduce_op="sum"))
         self._compression = getattr(trainer.strategy, "_compression", None)
         self.bytes_sent = None if self._compression is None else 0
 

@@ -72,7 +72,7 @@ def _difference(letters: bytes, other: int, ranks: Collective, device: torch.dev
         ranks: the ranks.
         device: of the tensors that are exchanged.
     """
-    longest = int(gathered(torch.tensor([len(letters)], device=device), ranks).max())
+    longest = int(gathered(torch.tensor([len(letters)], dtype=torch.int64, device=device), ranks).max())
     starts = range(0, longest, BLOCK)
     blocks = [digest(letters[start : start + BLOCK]) for start in starts]
     table = gathered(torch.tensor(blocks, dtype=torch.int64, device=device), ranks)

@@ -42,6 +42,11 @@ def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return whole
 
 
+def _by_nccl(group: dist.ProcessGroup | None) -> bool:
+    """Return whether CUDA tensors travel by NCCL, of which PyTorch has several backends: "nccl", "nccl2"."""
+    return backend_of("cuda", group) not in ("", "gloo")
+
+
 def _works(work: dist.Work | None) -> list[dist.Work]:
     return [] if work is None else [work]
 
@@ -62,7 +67,7 @@ class TorchCollective(Collective):
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._met = backend_of("cuda", group) != "nccl"
+        self._met = not _by_nccl(group)
         self._through_host = backend_of("cuda", group) == "gloo"
         self._gloo = backend_of("cpu", group) == "gloo"
 
@@ -123,8 +128,8 @@ class TorchCollective(Collective):
 
             return arrive
         if not self._met:  # NCCL needs all ranks in a group's first call, each on its own device
-            devices = [tensor.device for tensor in (*sends.values(), *receives.values())]
-            dist.all_reduce(torch.zeros(1, device=devices[0] if devices else "cuda"), group=self.group)
+            device = next((tensor.device for tensor in (*sends.values(), *receives.values())), "cuda")
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=self.group)
             self._met = True
         works = self._transfers(sends, receives)
         return lambda: _wait(works)
@@ -165,9 +170,7 @@ _parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], d
 
 def _part(whole: dist.ProcessGroup, ranks: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
     mine: dist.ProcessGroup | None = None
-    timeout = whole._get_backend(
-        torch.device("cuda" if backend_of("cuda", whole) == "nccl" else "cpu")
-    ).options._timeout
+    timeout = whole._get_backend(torch.device("cuda" if _by_nccl(whole) else "cpu")).options._timeout
     for part in ranks:  # every rank has to create all of them, in the same order
         group = dist.new_group([dist.get_global_rank(whole, rank) for rank in part], timeout=timeout)
         mine = group if dist.get_rank(whole) in part else mine

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_compress.commands.called import called
-from lightning_compress.compare import Gradients
-from lightning_compress.compare import compare as measured
+from lightning_compress.comparison import Gradients
+from lightning_compress.comparison import compare as measured
 from lightning_compress.core.foreign import foreign_class
 
 MOMENTS = ("momentum_buffer", "exp_avg")

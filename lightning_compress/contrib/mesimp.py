@@ -77,7 +77,8 @@ class MeSimpMixin(MePropMixin):
         share = int(trainer.is_global_zero)
         for name, (hits, seen) in (self._counted or {}).items():
             if name in self.layers and len(hits) == self.layers[name].width:
-                self.layers[name].hits, self.layers[name].seen = share * torch.tensor(hits), share * seen
+                layer = self.layers[name]
+                layer.hits, layer.seen = share * torch.tensor(hits, dtype=torch.int64), share * seen
         self._counted = None
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -106,7 +107,7 @@ class MeSimpMixin(MePropMixin):
         """Return ``hits`` and ``seen`` of a layer, summed over the ranks. Collective: every rank must call it."""
         sparsity = self.layers[name]
         assert sparsity.hits is not None
-        counts = torch.cat([sparsity.hits.cpu(), torch.tensor([sparsity.seen])])
+        counts = torch.cat([sparsity.hits.cpu(), torch.tensor([sparsity.seen], dtype=torch.int64)])
         if self._together():
             counts = counts.to(self._trainer.strategy.root_device)
             torch.distributed.all_reduce(counts)
@@ -116,7 +117,7 @@ class MeSimpMixin(MePropMixin):
         """Return the neurons of a layer to keep, at least one, the same on all ranks."""
         hits, seen = self._counts(name)
         if not seen:  # no choice was made: all outputs are kept
-            return torch.arange(len(hits))
+            return torch.arange(len(hits), dtype=torch.int64)
         frequent = hits >= self.prune * seen
         frequent[hits.argmax()] = True
         return frequent.nonzero().flatten()

@@ -199,5 +199,5 @@ def shrink(model: nn.Module, state_dict: Mapping[str, Tensor], pairs: Mapping[st
     smaller = [name for name, weight in saved.items() if len(weight) < layers[name].out_features]
     needed = {name: each for name, each in (pairs or {}).items() if name in smaller}
     for name, following in followers(model, smaller, needed).items():
-        cut(model, name, following, torch.arange(len(saved[name])))
+        cut(model, name, following, torch.arange(len(saved[name]), dtype=torch.int64))
     return model

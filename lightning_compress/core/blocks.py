@@ -37,7 +37,7 @@ def encode(values: Tensor, coded: Tensor) -> None:
 
 def decode(coded: Tensor) -> Tensor:
     """Return the values, float32 ``[n]``, of uint8 ``[coded_bytes(n)]``."""
-    out = torch.zeros(coded_numel(len(coded)), device=coded.device)
+    out = torch.zeros(coded_numel(len(coded)), dtype=torch.float32, device=coded.device)
     add(coded, out)
     return out
 

@@ -256,7 +256,7 @@ def opened(one: StateDict) -> StateDict:
     if one["numbers"].dtype != torch.uint8:
         return one
     parts = [blocks.decode(part) for part in one["numbers"].split(one["numels"])]
-    nothing = torch.zeros(0, device=one["numbers"].device)
+    nothing = torch.zeros(0, dtype=torch.float32, device=one["numbers"].device)
     return one | {"numels": [len(part) for part in parts], "numbers": torch.cat([nothing, *parts])}
 
 

@@ -68,7 +68,7 @@ class Vector:
 
     def __post_init__(self) -> None:
         self.device = self.pieces[0].device
-        self.flag = torch.zeros((), device=self.device)
+        self.flag = torch.zeros((), dtype=torch.float32, device=self.device)
         self.sizes = [each.numel() for each in self.pieces]
 
     def take(self, name: str) -> Tensor:

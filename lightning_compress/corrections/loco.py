@@ -132,7 +132,7 @@ class LoCoPlan(Stage):
         coded = self._state.committed
         places = [place for place in self._coded if place is not None]
         norms = [blocks.decode(coded[place]).norm(dtype=torch.float64) for place in places]
-        return torch.stack(norms).norm() if norms else torch.zeros((), device=coded.device)
+        return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float32, device=coded.device)
 
     def _has_errors(self, segment: Segment, vector: Vector) -> bool:
         return not vector.sends_all(segment.span) and not self._resets(segment, vector.step)

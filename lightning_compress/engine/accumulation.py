@@ -279,7 +279,7 @@ class FiniteGuard:
 
     def __init__(self, device: torch.device, settings: RunState) -> None:
         self.flags: list[tuple[Tensor, Collection[str]]] = []
-        self._zero = torch.zeros((), device=device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._policy = settings.options.on_nonfinite
         self.checks = self._policy != "pass"
         self.count = torch.zeros((), dtype=torch.int64, device=device)

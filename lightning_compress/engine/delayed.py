@@ -290,9 +290,9 @@ class DelayedCompression(Compression):
         names = [name for name, is_known in zip(self._parameters, known, strict=True) if is_known]
         if not names:
             return None
-        average = Average(None if scale == 1.0 else torch.tensor(scale))
+        average = Average(None if scale == 1.0 else torch.tensor(scale, dtype=torch.float32))
         for name, parameter in ((name, self._parameters[name]) for name in names):
-            mean = means.get(name, torch.zeros(parameter.shape)).to(parameter.dtype, copy=True)
+            mean = means.get(name, torch.zeros(parameter.shape, dtype=torch.float32)).to(parameter.dtype, copy=True)
             self._collective.broadcast(mean, self.device)
             average.means[id(parameter)] = mean
             if not mean.isfinite().all():

@@ -111,7 +111,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     """Return an int64 scalar: the sum of the tensor's words, each times an odd number unique to its place."""
     words = tensor.detach().view(_WORDS[tensor.element_size()]).reshape(-1)
     size = _PIECES.get(words.device.type, 1 << 22)
-    places = 2 * torch.arange(min(len(words), size), device=words.device) + 1
+    places = 2 * torch.arange(min(len(words), size), dtype=torch.int64, device=words.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in words.split(size):
         total += (piece * places[: len(piece)]).sum()

@@ -212,7 +212,7 @@ class Group:
         plan = self.plan(step)
         self.nonfinite = []
         if not pieces:
-            return torch.zeros((), device=self._world.device)
+            return torch.zeros((), dtype=torch.float32, device=self._world.device)
         if plan.in_place and (flag := self._averaged_in_place(pieces, plan, scale)) is not None:
             return flag
         draws = (self._key, step, turn) if turn else (self._key, step)

@@ -136,7 +136,8 @@ class _ReducersPlan(ExchangePlan):
         self, plans: Sequence[tuple[slice, ReducerPlan]], dense: Sequence[slice], carried: int, world: World
     ) -> None:
         self._plans, self._dense = plans, dense
-        self._carried, self._nothing = torch.zeros(carried, device=world.device), torch.zeros(0, device=world.device)
+        self._carried = torch.zeros(carried, dtype=torch.float32, device=world.device)
+        self._nothing = self._carried[:0]
         self._weight = 1 / world.collective.size
         sent, rounds = (sum(each) for each in zip(*((plan.bytes_sent, plan.rounds) for _, plan in plans), strict=True))
         self.cost = Cost(bytes_sent=sent, rounds=rounds)

@@ -153,8 +153,8 @@ class _PartsPlan(ExchangePlan):
     @cached_property
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows to send, rows received, and one part's mean, allocated in the first ``mean``."""
-        rows = torch.zeros(self._inside.size, self._width, device=self._device)
-        return rows, torch.empty_like(rows), torch.empty(self._width, device=self._device)
+        rows = torch.zeros(self._inside.size, self._width, dtype=torch.float32, device=self._device)
+        return rows, torch.empty_like(rows), torch.empty(self._width, dtype=torch.float32, device=self._device)
 
     def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._inside.rank, self._inside.size

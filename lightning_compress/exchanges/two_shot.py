@@ -184,7 +184,7 @@ class _Part:
         self._send = Messages(size, width, device)
         self._receive = Messages(size, max(width, sum_width), device)
         self._sum = Messages(1, sum_width, device)
-        self._received = torch.empty(0)
+        self._received = torch.empty(0, dtype=torch.float32)
 
     def send(self, vector: Tensor, key: int, flag: Tensor, summands: Summands) -> Wait:
         """Send every owner its shard of the vector."""

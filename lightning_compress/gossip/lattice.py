@@ -53,7 +53,8 @@ class Blocks(NamedTuple):
     @classmethod
     def single(cls, numel: int, step: float, device: torch.device) -> Blocks:
         """Return one block of ``numel`` elements."""
-        return cls(torch.tensor([numel], device=device), torch.tensor([step], dtype=torch.float64, device=device))
+        numels = torch.tensor([numel], dtype=torch.int64, device=device)
+        return cls(numels, torch.tensor([step], dtype=torch.float64, device=device))
 
     def spread(self, values: Tensor) -> Tensor:
         """Repeat the value of each block for all of its elements."""
@@ -229,7 +230,7 @@ def _scaled(x: Tensor, blocks: Blocks) -> Tensor:
 
 
 def _words(cells: Tensor, first: int) -> Tensor:
-    places = torch.arange(first, first + len(cells), device=cells.device)
+    places = torch.arange(first, first + len(cells), dtype=torch.int64, device=cells.device)
     words = cells * _signed(FACTORS[0]) + places * _signed(FACTORS[1])
     words ^= (words >> 32) & 0xFFFFFFFF
     words *= _signed(FACTORS[2])

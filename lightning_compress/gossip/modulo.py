@@ -88,7 +88,10 @@ class Modulo(Averaging):
         self._fresh = {"base": 0.0, "measured": 0.0, "given": float(zlib.crc32(repr(self._bound).encode()))}
         self.numbers |= {**self._fresh, "failures": 0.0, "checked": 0.0}
         self._messages = ModuloMessages(settings, layout, device)
-        self.vectors |= {name: torch.zeros(len(self._messages.blocks), device=device) for name in ("growth", "worst")}
+        self.vectors |= {
+            name: torch.zeros(len(self._messages.blocks), dtype=torch.float32, device=device)
+            for name in ("growth", "worst")
+        }
         self._forget()
         self._figures = {"theta": 0.0, "hash_failures": 0.0, "hash_bytes": 0.0, "resent_bytes": 0.0}
 

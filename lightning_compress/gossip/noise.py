@@ -34,14 +34,14 @@ def carried(codec: Codec, layout: Layout) -> float:
     residuals are flatter.
     """
     layout = _sample(layout)
-    generator, waiting = torch.Generator().manual_seed(0), torch.zeros(layout.numel)
+    generator, waiting = torch.Generator().manual_seed(0), torch.zeros(layout.numel, dtype=torch.float32)
     plan = codec.plan(layout, waiting.device)
     message = torch.zeros(plan.message_size, dtype=torch.uint8)
     share, number = 1.0, 0
     for window in WINDOWS if layout.numel else ():
         before = left = 0.0
         for _ in range(window):
-            waiting += torch.randn(layout.numel, generator=generator)
+            waiting += torch.randn(layout.numel, dtype=torch.float32, generator=generator)
             before += float(squares(waiting))
             plan.share(mix(0, number))
             plan.encode(waiting, message, mix(0, number, 1))

@@ -107,7 +107,7 @@ class _Packet:
 
     def __init__(self, like: Tensor) -> None:
         numel = len(like)
-        self.message = torch.zeros(numel + numel % 2 + 2, device=like.device)
+        self.message = torch.zeros(numel + numel % 2 + 2, dtype=torch.float32, device=like.device)
         self.values = self.message[:numel]
         self._weight = self.message[-2:].view(torch.float64)
 

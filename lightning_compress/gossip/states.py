@@ -30,7 +30,7 @@ def average_states(optimizers: Iterable[Optimizer], neighbours: Neighbours, numb
     devices = (each.device for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
     device = next(devices)
     shapes = [[(name, tuple(state.shape)) for name, state in by_name.items()] for by_name in states]
-    marks = torch.tensor([zlib.crc32(repr(each).encode()) for each in shapes], device=device)
+    marks = torch.tensor([zlib.crc32(repr(each).encode()) for each in shapes], dtype=torch.int64, device=device)
     alike = {peer: _alike(marks, theirs) for peer, theirs in neighbours.exchange_any(marks, number).items()}
     vectors = {flags: _flat(compress(states, flags), device) for flags in set(alike.values())}
     received = {peer: torch.empty_like(vectors[flags]) for peer, flags in alike.items()}
@@ -59,7 +59,7 @@ def _alike(marks: Tensor, theirs: Tensor) -> tuple[bool, ...]:
 
 def _flat(states: Iterable[dict[str, Tensor]], device: torch.device) -> Tensor:
     parts = (state.reshape(-1).float() for by_name in states for state in by_name.values())
-    return torch.cat([torch.zeros(0, device=device), *parts])
+    return torch.cat([torch.zeros(0, dtype=torch.float32, device=device), *parts])
 
 
 def _states(optimizers: Iterable[Optimizer]) -> list[dict[str, Tensor]]:

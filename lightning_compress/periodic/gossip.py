@@ -326,7 +326,7 @@ class _FlatModel:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._names = layout.names
-        self.vector = torch.zeros(layout.numel, device=device)
+        self.vector = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         self._views = list(views_of(self.vector, layout).values())
         self._statistics: dict[str, Tensor] = {}
 

@@ -320,7 +320,7 @@ def average_gradients(optimizer: Optimizer, ranks: Collective) -> int:
     for dtype, parameters in by_dtype.items():
         used = [each.grad is not None for each in parameters]
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-        flags = torch.tensor(used, device=gradients[0].device)
+        flags = torch.tensor(used, dtype=torch.bool, device=gradients[0].device)
         with errors.explained(f"averaging gradients of {len(used)} parameters", ranks.rank):
             *sums, users = sums_of([*gradients, flags], ranks, torch.promote_types(dtype, torch.float32))
         anywhere = used if all(used) else users.tolist()

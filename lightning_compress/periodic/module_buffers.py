@@ -134,7 +134,7 @@ class Buffers:
             copied = {dtype: tensor.cpu() for dtype, tensor in self.sums.items()}  # one wait for the device each
             digests = [consensus.digest(part.view(torch.uint8).numpy().data) for part in self._parts(copied).values()]
             device = next(iter(self.sums.values())).device
-            equal = consensus.same(torch.tensor(digests, device=device), self._ranks).tolist()
+            equal = consensus.same(torch.tensor(digests, dtype=torch.int64, device=device), self._ranks).tolist()
             parts = self._parts(self.sums)
             differing = [name for name, same in zip(parts, equal, strict=True) if not same]
             for dtype in self.sums:

@@ -52,7 +52,7 @@ class Meeting:
 
     def vote(self) -> Tensor:
         """Return this rank's votes, int64 ``[n]`` on the CPU. The largest over the ranks go to ``apply_votes``."""
-        return torch.tensor([self.joined, -self.joined])
+        return torch.tensor([self.joined, -self.joined], dtype=torch.int64)
 
     def apply_votes(self, votes: Tensor) -> None:
         """Act on the largest votes over the ranks.

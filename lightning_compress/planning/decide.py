@@ -78,7 +78,7 @@ def on_one_machine(collective: Collective, device: torch.device) -> bool:
     """
     network = Path("/proc/self/ns/net")
     name = f"{socket.gethostname()} {os.readlink(network) if network.is_symlink() else ''}"
-    place = torch.tensor([zlib.crc32(name.encode())], device=device)
+    place = torch.tensor([zlib.crc32(name.encode())], dtype=torch.int64, device=device)
     return bool(consensus.same(place, collective))
 
 
@@ -102,7 +102,7 @@ def _earlier(settings: RunState, kept: object, cluster: Cluster, world: World) -
                 checksum = 1 + zlib.crc32(repr(kept).encode())
     except (ValueError, TypeError, LookupError, AttributeError):  # a checkpoint may hold anything
         resumed, checksum = None, 0
-    same = consensus.same(torch.tensor([checksum], device=world.device), world.collective)
+    same = consensus.same(torch.tensor([checksum], dtype=torch.int64, device=world.device), world.collective)
     return resumed if checksum and bool(same) else None
 
 

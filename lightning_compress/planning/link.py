@@ -47,8 +47,8 @@ def time_link(collective: Collective, device: torch.device) -> Link:
     size = collective.size
 
     def seconds(count: int) -> float:  # of an all-reduce and an all-to-all of ``count`` bytes each
-        numbers = torch.ones(max(1, count // 4), device=device)  # ones, so that the memory is mapped
-        rows = torch.ones(size, max(1, count // 4 // size), device=device)
+        numbers = torch.ones(max(1, count // 4), dtype=torch.float32, device=device)  # so that the memory is mapped
+        rows = torch.ones(size, max(1, count // 4 // size), dtype=torch.float32, device=device)
         received = torch.ones_like(rows)
         start = _now(device)
         collective.all_reduce(numbers)
@@ -95,8 +95,8 @@ def _time_codec(codec: Codec, clock: Callable[[], float], device: torch.device, 
     """Return seconds to encode and to decode ``numel`` elements of a matrix."""
     section = Section(codec, Layout.of([("probe", (numel // 1024, 1024))]), 0)
     plan = MessagePlan([section], device, Meter(device))
-    data = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
-    vector, out, flag = torch.empty_like(data), torch.zeros_like(data), torch.zeros((), device=device)
+    data = torch.randn(numel, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(device)
+    vector, out, flag = torch.empty_like(data), torch.zeros_like(data), data.new_zeros(())
     message = torch.zeros(plan.size, dtype=torch.uint8, device=device)
     encoding, decoding = [], []
     plan.share(0)

@@ -138,13 +138,14 @@ class _PowerSGDPlan(ReducerPlan):
         lefts = [(stack.count, reducer.rank, stack.rows) for stack in self._stacks]
         bases = [(sum(count for count, *_ in same), *shape) for shape, same in groupby(lefts, itemgetter(1, 2))]
         self._rights = [(stack.count, reducer.rank, stack.columns) for stack in self._stacks]
-        self._first = torch.zeros(carried + sum(lengths) + sum(map(math.prod, lefts)), device=device)
+        first = carried + sum(lengths) + sum(map(math.prod, lefts))
+        self._first = torch.zeros(first, dtype=torch.float32, device=device)
         self._carried, rest = self._first[:carried], self._first[carried:]
         self._sums = rest[: sum(lengths)].split(lengths)
         self._left = _views(rest[sum(lengths) :], lefts)
         self._bases = _views(rest[sum(lengths) :], bases)  # the same memory, with equal shapes in one batch
         second = sum(map(math.prod, self._rights))
-        self._start = torch.empty(second, device=device)
+        self._start = torch.empty(second, dtype=torch.float32, device=device)
         self.bytes_sent = sum(all_reduce_bytes(4 * count, collective.size) for count in (len(self._first), second))
         self.rounds = 2 * all_reduce_rounds(collective.size)
 

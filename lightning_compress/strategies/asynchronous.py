@@ -46,7 +46,7 @@ class AsyncRendezvous(Rendezvous):
     def vote(self) -> torch.Tensor:
         """See ``Meeting``; ranks are at different batches."""
         told = self.signals
-        return torch.tensor([self.joined, -self.joined, told.end, told.save, told.stop])
+        return torch.tensor([self.joined, -self.joined, told.end, told.save, told.stop], dtype=torch.int64)
 
     def apply_votes(self, votes: torch.Tensor) -> None:
         """See ``Meeting``."""

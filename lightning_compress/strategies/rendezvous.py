@@ -86,7 +86,7 @@ class Rendezvous(Meeting):
             ValueError: on all ranks: the numbers differ.
         """
         known = self._trainer.num_training_batches
-        own = torch.tensor([-1 if math.isinf(known) else int(known)], device=self.device)
+        own = torch.tensor([-1 if math.isinf(known) else int(known)], dtype=torch.int64, device=self.device)
         counts = consensus.gathered(own, self.ranks).flatten().tolist()
         self.unsized = -1 in counts or bool(self._trainer.reload_dataloaders_every_n_epochs)
         if len(set(counts)) > 1 and min(counts) < needed:

@@ -56,7 +56,7 @@ class Resume:
     def begin(self, ranks: Collective, device: torch.device) -> None:
         """Start a fit: all ranks agree on a random number that identifies it. Collective."""
         self.ranks, self.device = ranks, device
-        drawn = torch.tensor(random.SystemRandom().getrandbits(62), device=device)
+        drawn = torch.tensor(random.SystemRandom().getrandbits(62), dtype=torch.int64, device=device)
         ranks.broadcast(drawn, device)
         self._run, self.saves = int(drawn), 0
 

@@ -102,8 +102,9 @@ def largest_bias(send: Send, given: Tensor, target: Tensor) -> Bias:
         given: float32 ``[n]``.
         target: the expected mean of what is sent, ``[n]``.
     """
-    parts = {"all elements": torch.arange(len(target))}
-    for name, order in (("by place", torch.arange(len(target))), ("by size", target.abs().argsort())):
+    places = torch.arange(len(target), dtype=torch.int64)
+    parts = {"all elements": places}
+    for name, order in (("by place", places), ("by size", target.abs().argsort())):
         parts |= {f"eighth {number + 1} {name}": part for number, part in enumerate(order.chunk(PARTS))}
     right = target.double()
     slopes = torch.zeros(KEYS, len(parts), dtype=torch.float64)

@@ -72,12 +72,13 @@ class Guarded:
 
     def __init__(self, plan: Reader, seed: int, unit: int = 1) -> None:
         self.plan, self.unit = plan, unit
-        vector = torch.randn(plan.numel, generator=torch.Generator().manual_seed(seed)).square_().sub_(0.5)
+        draw = torch.Generator().manual_seed(seed)
+        vector = torch.randn(plan.numel, dtype=torch.float32, generator=draw).square_().sub_(0.5)
         self.good = torch.zeros(plan.size, dtype=torch.uint8)
         self.used = plan.encode(vector, self.good, 7)
-        self.expected = torch.zeros(plan.numel)
+        self.expected = torch.zeros(plan.numel, dtype=torch.float32)
         plan.decode(self.good[None, : self.used], self.expected, 1.0, False)
-        self.arena = torch.empty(plan.numel + 2 * GUARD)
+        self.arena = torch.empty(plan.numel + 2 * GUARD, dtype=torch.float32)
         self.out = self.arena[GUARD:-GUARD]
 
     def attempt(self, random: np.random.Generator) -> bool:

@@ -105,7 +105,8 @@ def _check_flags(codec: Codec) -> None:
     with located(where):
         decoded, residual, message = trip(codec, given)
         if codec.elementwise:
-            changed = torch.arange(len(given)) % 7 == 0  # some elements of each block and parameter, not all
+            # some elements of each block and parameter, not all
+            changed = torch.arange(len(given), dtype=torch.int64) % 7 == 0
             other = trip(codec, torch.where(changed, 100 * given, given))
             alone = other.decoded[~changed].equal(decoded[~changed])
             law(8, alone, f"{where} is declared elementwise, and elements change what others are decoded to")
@@ -185,13 +186,13 @@ def rows_added(codec: Codec, numel: int, accumulate: bool, anywhere: bool = Fals
     plan = codec.plan(layout(numel), CPU)
     start, width = (8, plan.message_size + 24) if anywhere else (16, aligned(plan.message_size) + 32)
     rows = torch.zeros(3, width, dtype=torch.uint8)[:, start : start + plan.message_size]
-    total = torch.zeros(numel)
+    total = torch.zeros(numel, dtype=torch.float32)
     for seed, row in enumerate(rows):
         plan.encode(make("normal", numel, seed), row, seed)
-        single = torch.zeros(numel)
+        single = torch.zeros(numel, dtype=torch.float32)
         plan.decode(row[None], single, 1.0, False)
         total += single
-    out = torch.ones(numel)
+    out = torch.ones(numel, dtype=torch.float32)
     plan.decode(rows, out, 0.25, accumulate)
     return out, 0.25 * total + accumulate
 
@@ -212,7 +213,7 @@ def sender(codec: Codec, whole: Layout) -> Callable[[Tensor, int], Trip]:
     """Return a function that sends vectors by one plan. Each call overwrites the previous result."""
     plan = codec.plan(whole, CPU)
     message = torch.zeros(1, plan.message_size, dtype=torch.uint8)
-    decoded = torch.empty(whole.numel)
+    decoded = torch.empty(whole.numel, dtype=torch.float32)
 
     def send(vector: Tensor, key: int) -> Trip:
         plan.share(key)

@@ -51,7 +51,7 @@ def average(collective: Collective, method: Method, exchange: Pattern, flag_rank
     plan, _ = make_plan(method, exchange, CountingCollective(collective, meter), meter)
     before = vector(collective.rank)
     after, mean = before.clone(), torch.full_like(before, 7.0)
-    flag = torch.tensor(math.nan if collective.rank == flag_rank else 0.0)
+    flag = torch.tensor(math.nan if collective.rank == flag_rank else 0.0, dtype=torch.float32)
     plan.mean(after, mean, 5, flag)
     return Average(before, after, mean, flag, meter.bytes_sent, plan.cost.bytes_sent)
 
@@ -124,11 +124,11 @@ def variance_and_bias(exchange: Pattern, codec: Codec, collective: Collective, k
     plan, _ = composite.plan_with_states(
         [Section(codec, LARGE, 0)], exchange, LARGE, World(collective, CPU, Meter(CPU))
     )
-    same = torch.randn(LARGE.numel, generator=torch.Generator().manual_seed(3))
+    same = torch.randn(LARGE.numel, dtype=torch.float32, generator=torch.Generator().manual_seed(3))
     spread, total, mean = 0.0, torch.zeros(LARGE.numel, dtype=torch.float64), torch.empty_like(same)
     square = float(same.square().sum())
     for key in range(keys):
-        plan.mean(same.clone(), mean, key, torch.tensor(0.0))
+        plan.mean(same.clone(), mean, key, torch.tensor(0.0, dtype=torch.float32))
         spread += float((mean - same).square().sum()) / square / keys
         total += mean.double() / keys
     return spread, float((total - same).square().sum()) / square
@@ -139,12 +139,13 @@ def mean_sender(
 ) -> Callable[[Tensor, int], Tensor]:
     """Return a function that averages vectors ``[large.numel]`` over the ranks and leaves the residual in them."""
     plan, states = make_plan(method, exchange, collective, Meter(CPU), large=large)
-    vector, mean = torch.zeros(DENSE.numel + large.numel), torch.zeros(DENSE.numel + large.numel)
+    vector = torch.zeros(DENSE.numel + large.numel, dtype=torch.float32)
+    mean = torch.zeros_like(vector)
 
     def send(given: Tensor, key: int) -> Tensor:
         vector[: DENSE.numel] = 0.0
         vector[DENSE.numel :] = given
-        plan.mean(vector, mean, key, torch.tensor(0.0))
+        plan.mean(vector, mean, key, torch.tensor(0.0, dtype=torch.float32))
         commit(states)
         given.copy_(vector[DENSE.numel :])
         return mean[DENSE.numel :]
@@ -156,7 +157,7 @@ def commit(states: States, rejected: bool = False) -> None:
     """Commit all states after a step, or roll them back if ``rejected``, and poison what the next step must write."""
     for state in states.values():
         state.touch()
-        state.commit(torch.tensor(rejected), state.layout.names)
+        state.commit(torch.tensor(rejected, dtype=torch.bool), state.layout.names)
     poison(states)
 
 
@@ -198,7 +199,7 @@ def run_steps(collective: Collective, method: Method, exchange: Pattern, steps: 
             nonlocal sent
             before = vector(collective.rank, number)
             before[::7] = 0.0
-            after, mean, flag = before.clone(), torch.full_like(before, 7.0), torch.tensor(0.0)
+            after, mean, flag = before.clone(), torch.full_like(before, 7.0), torch.tensor(0.0, dtype=torch.float32)
             plan.mean(after, mean, mix(number, 11), flag)
             counted, sent = meter.bytes_sent - sent, meter.bytes_sent
             return Average(before, after, mean, flag, counted, plan.cost.bytes_sent)

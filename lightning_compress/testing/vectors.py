@@ -65,4 +65,5 @@ def vector(rank: int, seed: int = 0) -> Tensor:
     """Return a group's gradient, float32 ``[DENSE.numel + LARGE.numel]``, different on every rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     numel = DENSE.numel + LARGE.numel
-    return torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator).square()
+    normal = torch.randn(numel, dtype=torch.float32, generator=generator)
+    return normal * torch.rand(numel, dtype=torch.float32, generator=generator).square()

@@ -1,5 +1,8 @@
 """Point-to-point messages of every transport."""
 
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from lightning_compress.collectives import (
     TorchCollective,
     run_threads,
 )
+from lightning_compress.collectives import torch as transport
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.collectives.torch import backend_of
 
@@ -132,6 +136,41 @@ def test_a_message_of_another_length_is_an_error():
 
     with pytest.raises(RuntimeError, match=r"rank 0 sends \(1,\), not \(4,\)"):
         run_threads(2, program)
+
+
+class CudaOnly:
+    """A group as of ``init_process_group("nccl")``, by a backend of another name."""
+
+    def _get_backend(self, device):
+        if device.type != "cuda":
+            raise RuntimeError("No backend type associated with device type cpu")
+        return SimpleNamespace(name=lambda: "nccl2", options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+
+
+def _by_another_nccl(size):
+    """Collective calls before the first two swaps, and the time-outs of a part's groups."""
+    rank, (found, timeouts) = dist.get_rank(), ([], [])
+    with pytest.MonkeyPatch.context() as patch:
+        reduce = dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda *given, **more: found.append(given) or reduce(*given, **more))
+        patch.setattr(transport, "backend_of", lambda device, group=None: {"cuda": "nccl2"}.get(device, ""))
+        collective = TorchCollective()
+        for _ in range(2):
+            arrived = torch.zeros(3)
+            collective.swap({(rank + 1) % size: torch.full((3,), float(rank))}, {(rank - 1) % size: arrived})
+            assert arrived.tolist() == [(rank - 1) % size] * 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_global_rank", lambda group, rank: rank)
+        patch.setattr(dist, "new_group", lambda ranks, timeout: timeouts.append(timeout) or dist.group.WORLD)
+        patch.setattr(dist, "get_rank", lambda group: 0)
+        transport._part(CudaOnly(), ((0, 1),))
+    return len(found), timeouts
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_nccl_may_have_another_name(pools, size):
+    """All ranks of a group come together before the first transfer, and parts wait as long as the whole."""
+    assert pools[size].run(_by_another_nccl, size) == [(1, [timedelta(seconds=7)])] * size
 
 
 @pytest.mark.parametrize("given", [None, "gloo", "cpu:gloo,cuda:gloo"])

@@ -22,7 +22,9 @@ def train(ranks, synchroniser, steps=12):
     data = torch.Generator().manual_seed(1 + ranks.rank)
     for _ in range(steps):
         optimizer.zero_grad()
-        (model(torch.randn(16, 8, generator=data) + ranks.rank) - ranks.rank).square().mean().backward()
+        (
+            model(torch.randn(16, 8, generator=data, dtype=torch.float32) + ranks.rank) - ranks.rank
+        ).square().mean().backward()
         synchroniser.before_step(optimizer)
         optimizer.step()
         synchroniser.after_step()

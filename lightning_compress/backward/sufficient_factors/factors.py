@@ -257,7 +257,7 @@ class Factors:
         self.sent, self._sent_before = sent - self._sent_before, sent
         if self._compression:
             dense = sum(layer.matrix_bytes(self._ranks) for layer in [*formed, *alone])
-            flag = torch.stack(flags).sum() if flags else torch.zeros((), device=self._device)
+            flag = torch.stack(flags).sum() if flags else torch.zeros((), dtype=torch.float32, device=self._device)
             names = [name for layer in formed for name in layer.names]
             self._compression.count(self.sent, dense, flag, names)
         self._task, self._seen = None, True

@@ -121,9 +121,9 @@ def best_mantissa(values: Tensor, bits: int, low: Tensor, high: Tensor, nearest:
         nearest: round to nearest; otherwise truncate.
     """
     if bits == 32:
-        return torch.full((), 23, device=values.device)  # lossless
+        return torch.full((), 23, dtype=torch.int64, device=values.device)  # lossless
     tried = most_mantissa(bits) + 1  # all at once, each on its own copy of the rows
-    mantissas = torch.arange(tried, device=values.device).view(-1, 1).expand(-1, len(values)).reshape(-1, 1)
+    mantissas = torch.arange(tried, dtype=torch.int64, device=values.device).repeat_interleave(len(values)).view(-1, 1)
     formats = build(bits, mantissas, low.repeat(tried), high.repeat(tried), nearest)
     copies = values.repeat(tried, 1)
     inside = torch.clamp(copies, formats.lowest, formats.highest)

@@ -125,10 +125,11 @@ class _RangeFloatPlan(Plan):
         if rest:
             self._elements.append(slice(layout.numel - rest, layout.numel))
         self._work = Coder(codec.bits, min(layout.numel, rows * codec.block), device)
-        self._low, self._high = torch.empty(2, self._blocks, device=device)
+        self._low, self._high = torch.empty(2, self._blocks, dtype=torch.float32, device=device)
         self._ends = list(zip(self._low.split(self._sizes), self._high.split(self._sizes), strict=True))
         fixed = 0 if codec.mantissa == "auto" else codec.mantissa
-        self._fixed = torch.tensor(fixed, device=device)  # once: in every step it would wait for the device
+        # once: in every step it would wait for the device
+        self._fixed = torch.tensor(fixed, dtype=torch.int64, device=device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         self.check(vector, message)

@@ -158,7 +158,7 @@ class _RotatedPlan(LevelPlan):
         return hadamard(numbers).mul_(self._signs).view(-1)[: piece.elements.stop - piece.elements.start]
 
     def add(self, part: Tensor, piece: Piece, numbers: Iterable[Tensor]) -> None:
-        total = torch.zeros(piece.shape, device=part.device)
+        total = torch.zeros(piece.shape, dtype=torch.float32, device=part.device)
         for decoded in numbers:
             total += decoded
         part.add_(self.inverse(total, piece))

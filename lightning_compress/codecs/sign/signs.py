@@ -63,7 +63,7 @@ class SignPlan(Plan):
                 block, element = last, end
         if fast:
             self._move, self._add = (fast.scale_signs if values == 1 else fast.split_signs), fast.add_signs
-        self._values = torch.empty(values, block, device=device)
+        self._values = torch.empty(values, block, dtype=torch.float32, device=device)
         self._header = 4 * values * block
         self._bits = aligned(self._header)
         self.message_size = self._bits + packed_size(layout.numel)

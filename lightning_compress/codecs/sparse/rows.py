@@ -116,7 +116,8 @@ class _RowsPlan(FusedPlan):
         size = 4 * sum(rows * block.width for rows, block in zip(counts, self._blocks, strict=True))
         named = min(4 * count, self._bitmap)
         kind = ALL if named + size >= 4 * self.layout.numel else LIST if named == 4 * count else BITMAP
-        message[:HEADER].view(torch.int32).copy_(torch.tensor([self._rows if kind == ALL else count, kind]))
+        header = torch.tensor([self._rows if kind == ALL else count, kind], dtype=torch.int32)
+        message[:HEADER].view(torch.int32).copy_(header)
         if kind == ALL:
             self._used = self.message_size
             message[HEADER:].view(torch.float32).copy_(vector)
@@ -189,7 +190,7 @@ class _RowsPlan(FusedPlan):
         names = self._take(message, HEADER, named)
         index = names.view(torch.int32).long() if kind == LIST else _set_bits(names)
         self._check(index, count)
-        bounds = torch.tensor([0, *(block.last for block in self._blocks)], device=index.device)
+        bounds = torch.tensor([0, *(block.last for block in self._blocks)], dtype=torch.int64, device=index.device)
         counts = [stop - start for start, stop in pairwise(torch.searchsorted(index, bounds).tolist())]
         size = 4 * sum(rows * block.width for rows, block in zip(counts, self._blocks, strict=True))
         return index, counts, self._take(message, HEADER + named, size).view(torch.float32)
@@ -207,6 +208,6 @@ class _RowsPlan(FusedPlan):
 
 
 def _set_bits(packed: Tensor) -> Tensor:
-    bits = torch.empty(8 * len(packed), device=packed.device)
+    bits = torch.empty(8 * len(packed), dtype=torch.float32, device=packed.device)
     unpack(packed, bits)
     return bits.nonzero().flatten()

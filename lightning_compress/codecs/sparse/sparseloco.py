@@ -183,7 +183,7 @@ def _binned(values: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     shift = wide.mean()
     width = SIGMAS / LEVELS * ((wide - shift).square().sum() / max(1, len(wide) - 1)).sqrt()
     bins = ((wide - shift) / torch.where(width > 0, width, 1) + LEVELS // 2).round_().clamp_(0, LEVELS - 1)
-    members = bins == torch.arange(LEVELS, device=values.device).unsqueeze(1)
+    members = bins == torch.arange(LEVELS, dtype=torch.int64, device=values.device).unsqueeze(1)
     means = torch.where(members, wide, 0).sum(1) / members.sum(1).clamp_(min=1)
     zeros = (members & (values == 0)).any(1)
     levels.copy_(torch.where(zeros, 0, means))

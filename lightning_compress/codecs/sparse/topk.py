@@ -69,7 +69,7 @@ class FloatsPlan(Plan):
         self._fast = kernels.backend(__name__, device, "numba")
         self.in_pieces = device.type == "cpu" and [part for part, _ in choice.parts] == segments
         rounded = slots.count if slots.dtype == torch.float16 else 0
-        self._floats = torch.zeros(rounded, device=device)
+        self._floats = torch.zeros(rounded, dtype=torch.float32, device=device)
         self._places = torch.zeros(rounded, dtype=torch.int32, device=device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
@@ -92,7 +92,7 @@ class FloatsPlan(Plan):
         outs = [out[part.start : part.stop] for part, _ in self._choice.parts] if isinstance(out, Tensor) else out
         if not accumulate and self._in_order(messages, outs, weight):
             return
-        out = torch.empty(self.layout.numel) if whole is None else whole
+        out = torch.empty(self.layout.numel, dtype=torch.float32) if whole is None else whole
         sections = [self._slots.of(message) for message in messages]
         indices = [self._inside(indices) for indices, _ in sections]
         if not accumulate:
@@ -259,7 +259,7 @@ class _EntriesPlan(EntriesPlan):
 
     def _find(self, vector: Tensor, key: int) -> Sequence[Found]:
         indices = torch.empty(self._choice.most, dtype=torch.int32, device=vector.device)
-        values = torch.empty(self._choice.most, device=vector.device)
+        values = torch.empty(self._choice.most, dtype=torch.float32, device=vector.device)
         self._choice.make(vector, key, indices, values)
         numbers = values.cpu().numpy()
         places = np.flatnonzero(numbers)

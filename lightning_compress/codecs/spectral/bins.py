@@ -41,7 +41,7 @@ class Places:
         """
         rows = len(energy)
         if self.keep == self.bins:
-            return torch.arange(rows * self.bins, device=energy.device)
+            return torch.arange(rows * self.bins, dtype=torch.int64, device=energy.device)
         if energy.device.type != "cpu":  # nothing waits for the device
             order = torch.argsort(energy, dim=1, descending=True, stable=True)[:, : self.keep]
             return self._flat(order.sort(dim=1).values)
@@ -81,7 +81,7 @@ class Places:
             ValueError: on a CPU, ``write`` does not write such bytes. On an accelerator, a check would wait for it.
         """
         if not self.size:
-            return torch.arange(rows * self.bins, device=packed.device)
+            return torch.arange(rows * self.bins, dtype=torch.int64, device=packed.device)
         if self.listed:
             columns = packed.view(torch.int16).view(rows, -1).long() & 0xFFFF
             if packed.device.type == "cpu" and bool((columns >= self.bins).any()):
@@ -93,13 +93,13 @@ class Places:
             if len(places) != rows * self.keep or (places[:: self.keep] // self.bins != np.arange(rows)).any():
                 raise self._damaged()
             return torch.from_numpy(places)
-        floats = torch.empty(len(packed) * 8, device=packed.device)
+        floats = torch.empty(len(packed) * 8, dtype=torch.float32, device=packed.device)
         unpack(packed, floats)
         bits = floats.view(rows, -1)[:, : self.bins] != 0
         return self._flat(torch.argsort(bits.byte(), dim=1, descending=True, stable=True)[:, : self.keep])
 
     def _first(self, like: Tensor, rows: int) -> Tensor:
-        return torch.arange(rows, device=like.device).view(-1, 1) * self.bins
+        return torch.arange(rows, dtype=torch.int64, device=like.device).view(-1, 1) * self.bins
 
     def _flat(self, columns: Tensor) -> Tensor:
         return (columns + self._first(columns, len(columns))).view(-1)

@@ -190,7 +190,8 @@ class _SpectralPlan(Plan):
             self._areas.append(_Area(codec, start, blocks, length, offset, device))
         self.message_size = self._areas[-1].stop if self._areas else 0
         fixed = 0 if codec.mantissa == "auto" else codec.mantissa
-        self._fixed = torch.tensor(fixed, device=device)  # once: in every step it would wait for the device
+        # once: in every step it would wait for the device
+        self._fixed = torch.tensor(fixed, dtype=torch.int64, device=device)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         self.check(vector, message)

@@ -103,7 +103,7 @@ def _pairs(flat: Tensor) -> Tensor:
 @cache
 def _cosine(length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the order of the elements and its inverse, the factors of the coefficients and their inverse."""
-    order = torch.cat([torch.tensor([0]), torch.arange(1, length, 2), torch.arange(length - 2, 0, -2)])
+    order = torch.tensor([0, *range(1, length, 2), *range(length - 2, 0, -2)], dtype=torch.int64)
     angles = torch.arange(length // 2, dtype=torch.float64) * (math.pi / (2 * length))
     factors = torch.polar(torch.full_like(angles, math.sqrt(2)), angles)
     factors[0] = 1

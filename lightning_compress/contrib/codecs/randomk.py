@@ -92,7 +92,7 @@ class _RandomKPlan(Plan):
                 )
             if segment.numel:
                 k = max(1, math.ceil(codec.density * segment.numel))
-                edges = torch.arange(k + 1).mul_(segment.numel).div_(k, rounding_mode="floor")
+                edges = torch.arange(k + 1, dtype=torch.int64).mul_(segment.numel).div_(k, rounding_mode="floor")
                 starts.append(edges[:-1])
                 lengths.append(edges.diff())
                 self._parts.append((slice(count, count + k), segment.offset, segment.numel))

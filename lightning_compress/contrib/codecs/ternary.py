@@ -39,7 +39,8 @@ class Ternary:
         self._clip = clip
         self._parts = [_overlaps(piece, segments) for piece in self.pieces]
         self._firsts = [segment.start for segment in segments]
-        self._numels = torch.tensor([segment.stop - segment.start for segment in segments], device=device).double()
+        numels = [segment.stop - segment.start for segment in segments]
+        self._numels = torch.tensor(numels, dtype=torch.float64, device=device)
         most = min(run, layout.numel)
         self._floats = scratch("ternary floats", most, torch.float32, device)
         self._codes = scratch("ternary codes", 40 * (-(-most // 40)), torch.uint8, device)

@@ -97,7 +97,7 @@ class _TernGradPlan(Plan):
         self._header = 4 * self._ternary.count
         self._body = aligned(self._header)
         self.message_size = self._body + self._size(layout.numel)
-        bounds = torch.full((self._ternary.count,), float(UNIT), device=device)
+        bounds = torch.full((self._ternary.count,), float(UNIT), dtype=torch.float32, device=device)
         self._bounds = None if codec.clip is None else bounds
 
     def _size(self, numel: int) -> int:

@@ -189,7 +189,7 @@ class Network:
             return SparseVector.read(body, widths[index])
 
         received = self._move(layer, parts, SparseVector.write, read, None)
-        nothing = torch.zeros(0, device=self._send.device)
+        nothing = torch.zeros(0, dtype=torch.float32, device=self._send.device)
         return [
             received.get(index) or SparseVector(width, nothing.long(), nothing) for index, width in enumerate(widths)
         ]
@@ -207,7 +207,7 @@ class Network:
         lengths = [HEADER + aligned(4 * count) for count in counts]
         received = self._move(layer, parts, write, read, lengths, sound)
         return [
-            received[index] if index in received else torch.zeros(count, device=self._send.device)
+            received[index] if index in received else torch.zeros(count, dtype=torch.float32, device=self._send.device)
             for index, count in enumerate(counts)
         ]
 

@@ -96,10 +96,11 @@ class Links:
         size = inside.size
         count = min(MOST, max(1, numel // CHUNK)) if size > 2 else 1  # with two ranks, nothing overlaps
         chunk, part = -(-numel // count), -(-numel // size)
-        room = torch.zeros(max(count * chunk, size * part), device=device)
+        room = torch.zeros(max(count * chunk, size * part), dtype=torch.float32, device=device)
         self.row = room[:numel]
         self._chunks, self._parts = room[: count * chunk].view(count, chunk), room[: size * part].view(size, part)
-        self._received, self._own = torch.empty(chunk, device=device), torch.empty(part, device=device)
+        self._received = torch.empty(chunk, dtype=torch.float32, device=device)
+        self._own = torch.empty(part, dtype=torch.float32, device=device)
         self._steps = count + size - 2 if size > 1 else 0
         rounds = self._steps + 1 + all_gather_rounds(size) if size > 1 else 0
         scattered, gathered = 4 * (size - 1) * part, 4 * (size - 1) * part
@@ -171,7 +172,7 @@ class LeadersPlan(ExchangePlan):
         self._outer = outer
         self._share = share
         self._chain = Links(inside, self._numel + 1, device)  # and the flag
-        self._mean = torch.empty(self._numel if outer else 0, device=device)
+        self._mean = torch.empty(self._numel if outer else 0, dtype=torch.float32, device=device)
         self.description = f"{outer.description if outer else 'leaders'} between chains of {inside.size}"
         self.cost = self._chain.cost
         if outer:

@@ -42,8 +42,7 @@ def joined(parts: Sequence[SparseVector]) -> SparseVector:
         return SparseVector(numel, None, values)
     indices, start = [], 0
     for part in parts:
-        inside = torch.arange(part.numel, device=values.device) if part.indices is None else part.indices
-        indices.append(inside + start)
+        indices.append(part.listed + start)
         start += part.numel
     return SparseVector(numel, torch.cat(indices), values)
 

@@ -76,7 +76,8 @@ class Memory:
                 slots += range(span.start, span.stop)
                 start += segment.numel
         self._edges, self._slots = np.array(edges), torch.tensor(slots, dtype=torch.int64, device=device)
-        self._all = torch.tensor([index for owners in self._owners for index in owners], device=device).long()
+        every = [index for owners in self._owners for index in owners]
+        self._all = torch.tensor(every, dtype=torch.int64, device=device)
 
     def clock(self) -> int:
         """Return the step counter, as ``tick`` has set it."""
@@ -143,10 +144,12 @@ class OwnersPlan(ExchangePlan):
         self._plan = MessagePlan(sections, device, meter)
         self._compact, self._left = Compact(sections, device), Compact(sections, device)
         self._whole = [keeps_all(section.codec) for section in sections]
-        self._ends = torch.tensor([0, *accumulate(section.layout.numel for section in sections)], device=device)
+        ends = [0, *accumulate(section.layout.numel for section in sections)]
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         numel = self._compact.numel
         self._own = new_messages(1, self._plan.size, device)
-        self._sum, self._kept = torch.zeros(numel, device=device), torch.zeros(numel, dtype=torch.bool, device=device)
+        self._sum = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._kept = torch.zeros(numel, dtype=torch.bool, device=device)
         self._most = _row_bytes(numel, numel) + aligned(coding.bitmap_bytes(numel))
         self._send, self._receive = Growing(device), Growing(device)
         size, count = collective.size, expected_count(sections, 1) / collective.size
@@ -246,8 +249,8 @@ class OwnersPlan(ExchangePlan):
     def _filter(self, sums: Tensor, start: int, minimum: Sequence[float]) -> SparseVector:
         """Return the sums that reach the threshold of their section."""
         held = SparseVector.of(sums)
-        indices = torch.arange(held.numel, device=sums.device) if held.indices is None else held.indices
-        least = torch.tensor(minimum, device=sums.device)[self._section_of(indices + start)]
+        indices = held.listed
+        least = torch.tensor(minimum, dtype=torch.float32, device=sums.device)[self._section_of(indices + start)]
         large = ~(held.values.abs() < least)  # NaN is kept, so that it is noticed
         if held.indices is None and bool(large.all()):
             return held
@@ -287,8 +290,7 @@ class OwnersPlan(ExchangePlan):
                 threshold /= NUDGE
             later.append(threshold)
         if not bool(chosen.all()):
-            indices = torch.arange(kept.numel, device=chosen.device) if kept.indices is None else kept.indices
-            kept = SparseVector(kept.numel, indices[chosen], kept.values[chosen])
+            kept = SparseVector(kept.numel, kept.listed[chosen], kept.values[chosen])
         return kept, used, later
 
     def _take_back(self, held: SparseVector, result: SparseVector, used: Sequence[float], vector: Tensor) -> None:
@@ -296,8 +298,8 @@ class OwnersPlan(ExchangePlan):
         if result.indices is None or not any(used):
             return
         self._kept.zero_()[result.indices] = True
-        indices = torch.arange(held.numel, device=vector.device) if held.indices is None else held.indices
-        dropping = torch.tensor([each > 0 for each in used], device=vector.device)
+        indices = held.listed
+        dropping = torch.tensor([each > 0 for each in used], dtype=torch.bool, device=vector.device)
         back = ~self._kept[indices] & dropping[self._section_of(indices)]
         left = self._left.take(vector)
         left.index_add_(0, indices[back], held.values[back])

@@ -122,7 +122,7 @@ def merged(indices: Tensor, values: Tensor, others: Tensor, theirs: Tensor) -> t
     sums[at[known]] += theirs[known]
     new = ~known
     slots = at[new]
-    slots += torch.arange(len(slots), device=slots.device)
+    slots += torch.arange(len(slots), dtype=torch.int64, device=slots.device)
     old = torch.ones(len(indices) + len(slots), dtype=torch.bool, device=slots.device)
     old[slots] = False
     both, all_values = indices.new_empty(len(old)), values.new_empty(len(old))

@@ -83,7 +83,7 @@ def read_entries(message: Tensor, numel: int) -> tuple[Tensor | None, Tensor]:
     values = message[middle : middle + 4 * count].view(torch.float32)
     if count == numel:
         return None, values
-    indices = torch.arange(count, device=message.device) + zeros.cumsum(0).repeat_interleave(lengths)
+    indices = torch.arange(count, dtype=torch.int64, device=message.device) + zeros.cumsum(0).repeat_interleave(lengths)
     there = values != 0
     return indices[there], values[there]
 

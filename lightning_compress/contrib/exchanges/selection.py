@@ -34,7 +34,7 @@ class Compact:
         self.numel = sum(span.stop - span.start for span in self._spans)
         starts = [span.start for span in self._spans[1:]]
         adjacent = starts == [span.stop for span in self._spans[:-1]]
-        self._copy = None if adjacent else torch.zeros(self.numel, device=device)
+        self._copy = None if adjacent else torch.zeros(self.numel, dtype=torch.float32, device=device)
 
     def take(self, vector: Tensor) -> Tensor:
         """Return the sections of the vector, float32 ``[numel]``."""

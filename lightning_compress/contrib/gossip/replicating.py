@@ -54,7 +54,7 @@ class Replicating(Algorithm):
 
 def noise_of(codec: Codec, layout: Layout) -> float:
     """Return the squared error of a message relative to the squared vector, for normal numbers."""
-    vector = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
+    vector = torch.randn(layout.numel, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
     plan, before = codec.plan(layout, vector.device), float(squares(vector))
     plan.share(0)
     plan.encode(vector, torch.zeros(plan.message_size, dtype=torch.uint8), mix(0, 1))

@@ -103,7 +103,7 @@ class _Plan(ReducerPlan):
         self._begun = 0
         self._sizes = scratch("mask sizes", numel, torch.float32, device)
         self._random = RandomBits(PER_WORD * self._drawn, device)
-        first = torch.arange(self._drawn, device=device)
+        first = torch.arange(self._drawn, dtype=torch.int64, device=device)
         self._starts = first * numel // max(1, self._drawn)
         self._lengths = (first + 1) * numel // max(1, self._drawn) - self._starts
         self._places = torch.empty(self._count, dtype=torch.int64, device=device)

@@ -105,7 +105,8 @@ class CountSketch:
             for number, stretch in enumerate(stretches)
             for part in pieces(stretch.stop - stretch.start, RUN if device.type == "cpu" else columns)
         ]
-        self._twice = torch.zeros(rows, 2 * columns, device=device)  # so that no rotated stretch wraps around
+        # so that no rotated stretch wraps around
+        self._twice = torch.zeros(rows, 2 * columns, dtype=torch.float32, device=device)
         size = max(part.stop - part.start for *_, part in self._parts)
         self._buffers = [scratch(f"sketch {number}", size, torch.float32, device) for number in range(rows + 1)]
         # Both modules have the functions that are used here, with the same names; NumPy's calls cost a quarter.
@@ -194,15 +195,15 @@ class _SketchPlan(ReducerPlan):
         else:
             applied, fetched = numel, 0
         size = reducer.rows * columns if self._sketch else numel
-        self._first = torch.zeros(carried + size, device=device)  # the first all-reduce sums it
+        self._first = torch.zeros(carried + size, dtype=torch.float32, device=device)  # the first all-reduce sums it
         self._carried, self._table = self._first[:carried], self._first[carried:]
         if self._sketch:
             self._table = self._table.view(reducer.rows, columns)
         self._selector = (CpuSelector if device.type == "cpu" else SortSelector)()
         self._places = torch.zeros(fetched, dtype=torch.int32, device=device)
-        self._sums = torch.zeros(fetched, device=device)
+        self._sums = torch.zeros(fetched, dtype=torch.float32, device=device)
         self._chosen = torch.zeros(applied, dtype=torch.int32, device=device)
-        self._values = torch.zeros(applied, device=device)
+        self._values = torch.zeros(applied, dtype=torch.float32, device=device)
         self.bytes_sent = sum(all_reduce_bytes(4 * count, collective.size) for count in (len(self._first), fetched))
         self.rounds = 2 * all_reduce_rounds(collective.size)
 

@@ -243,7 +243,8 @@ class SparseVector:
         """Return, for each of ``bounds``, how many elements have a smaller index."""
         if self.indices is None:
             return list(bounds)
-        return [int(cut) for cut in torch.searchsorted(self.indices, torch.tensor(bounds, device=self.indices.device))]
+        places = torch.tensor(bounds, dtype=torch.int64, device=self.indices.device)
+        return [int(cut) for cut in torch.searchsorted(self.indices, places)]
 
     def part(self, start: int, stop: int, first: int, last: int) -> SparseVector:
         """Return the elements ``[first, last)``, which are those with indices in ``[start, stop)``."""
@@ -251,6 +252,13 @@ class SparseVector:
         if indices is not None and len(indices) == stop - start:
             indices = None
         return SparseVector(stop - start, indices, self.values[first:last])
+
+    @property
+    def listed(self) -> Tensor:
+        """Indices of the elements, int64 ``[count]``, also where there are all."""
+        if self.indices is None:
+            return torch.arange(self.numel, dtype=torch.int64, device=self.values.device)
+        return self.indices
 
     @property
     def used_bytes(self) -> int:

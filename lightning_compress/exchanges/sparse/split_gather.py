@@ -187,7 +187,7 @@ def expected_count(sections: Sequence[Section], ranks: int) -> float:
 
 def _quantiles(selected: SparseVector, parts: int) -> Tensor:
     """Return indices that cut a sparse vector into equal shares, int64 ``[parts - 1]``; ties go to equal lengths."""
-    count, numbers = len(selected.values), torch.arange(1, parts, device=selected.values.device)
+    count, numbers = len(selected.values), torch.arange(1, parts, dtype=torch.int64, device=selected.values.device)
     even = numbers * selected.numel // parts
     if selected.indices is None or not count:
         return even
