@@ -67,7 +67,7 @@ class Rotated(Codec):
     complements. These are stored in planes of 4, 2 and 1 bits of all elements (8 bits are one plane), the first element
     lowest. That is ``bits + 32 / block`` bits per element, plus at most one block of zeros. A block whose m is
     above 2^110, or below 2^-111 times the largest ``q + 1/2``, sends zeros and stays in the vector; without error
-    feedback, it counts as zero. Normal data does below 2e-32 with the defaults, and below 1e-30 with the most bits in
+    feedback, it counts as zero. Normal data does below 2e-32 with the defaults, and below 1.3e-30 with the most bits in
     the largest blocks.
 
     Args:
