@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import pytest
 import torch
 
 from lightning_compress.codecs import Codec
@@ -35,6 +36,7 @@ class Case:
         numba: settings under which kernels of a CPU are compared with tensor operations, if it has any.
         triton: settings under which kernels of an accelerator are compared with a CPU, if it has any.
         transforms: the latter round otherwise than a CPU.
+        scales: of normal gradients whose error is a constant share of them; None: the mean depends on signs alone.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Case:
     numba: tuple[dict[str, Any], ...] = ()
     triton: tuple[dict[str, Any], ...] = ()
     transforms: bool = False
+    scales: tuple[float, float] | None = (1e-35, 1e30)
 
     def message_size(self, layout: Layout) -> int:
         """The method's formula for its settings."""
@@ -59,3 +62,16 @@ class Case:
     def contrib(self) -> bool:
         """Whether it stands for completeness, and is tried at one size and by one exchange unless thoroughly."""
         return type(self.codec).__module__.startswith("lightning_compress.contrib")
+
+    def check_errors(self, errors: dict[float, float]) -> None:
+        """Check the error by scale of the gradients, relative to these.
+
+        Within the method's range it is what it is at 1. Beyond, no more than all may be lost.
+        """
+        assert self.scales is not None
+        least, most = self.scales
+        for scale, error in errors.items():
+            if least <= scale * (1 + 1e-9) and scale <= most * (1 + 1e-9):
+                assert error == pytest.approx(errors[1.0], rel=0.2, abs=1e-6), f"of gradients of scale {scale:g}"
+            else:
+                assert error <= 1 + 1e-6, f"of gradients of scale {scale:g}"

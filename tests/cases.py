@@ -123,7 +123,15 @@ RANGE_FLOATS = (
 
 CASES = [
     Case("none", Dense(), _floats(4), lossless=Dense(), reference=_plain(reference.dense), triton=({},)),
-    Case("fp16", FP16(), _floats(2), rounding=2.0**-10, reference=_plain(reference.fp16), triton=({},)),
+    Case(
+        "fp16",
+        FP16(),
+        _floats(2),
+        rounding=2.0**-10,
+        reference=_plain(reference.fp16),
+        triton=({},),
+        scales=(1.0, 1.0),
+    ),
     Case("bf16", BF16(), _floats(2), rounding=2.0**-7, reference=_plain(reference.bf16), triton=({},)),
     Case(
         "topk",
@@ -149,7 +157,13 @@ CASES = [
         sparse_sizes.topk,
         lossless=TopK(density=1.0, selection="exact"),
     ),
-    Case("topk_fp16", TopK(density=0.05, values="fp16"), sparse_sizes.topk, loses="element"),
+    Case(
+        "topk_fp16",
+        TopK(density=0.05, values="fp16"),
+        sparse_sizes.topk,
+        loses="element",
+        scales=(1.0, 1.0),
+    ),
     Case("topk_2bit", TopK(density=0.05, values="2bit", indices="int16"), sparse_sizes.topk, loses="element"),
     Case("topk_1bit", TopK(density=0.2, values="1bit", indices="bitmap"), sparse_sizes.topk, loses="element"),
     Case(
@@ -202,6 +216,7 @@ CASES = [
         QSGD(bits=4, bucket=64),
         _qsgd_bytes,
         loses="block",
+        scales=(1e-30, 1e30),
         numba=(
             {},
             {"bucket": 72},
@@ -218,16 +233,24 @@ CASES = [
             {"bits": 2, "correlated": True},
         ),
     ),
-    Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2"), _qsgd_bytes, loses="block"),
+    Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2"), _qsgd_bytes, loses="block", scales=(1e-30, 1e30)),
     Case(
         "rotated",
         Rotated(bits=5, block=64),
         _rotated_bytes,
         loses="vector",
+        scales=(1e-30, 1e30),
         numba=({}, {"bits": 5}, {"block": 64}, {"bits": 3, "correlated": True}),
         triton=({}, {"bits": 5, "block": 64}, {"bits": 8, "block": 1024}, {"bits": 2, "correlated": True}),
     ),
-    Case("rotated_7", Rotated(bits=7, block=128), _rotated_bytes, loses="vector", growth=2.0),
+    Case(
+        "rotated_7",
+        Rotated(bits=7, block=128),
+        _rotated_bytes,
+        loses="vector",
+        growth=2.0,
+        scales=(1e-30, 1e30),
+    ),
     Case(
         "range_float",
         RangeFloat(block=64),

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from functools import cache
 from pathlib import Path
 
@@ -21,13 +22,16 @@ from lightning_compress.planning import link as probe
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import Link
 from lightning_compress.reducers import REDUCERS
+from lightning_compress.settings.compensation import automatic
 from lightning_compress.testing import thread_ranks
-from lightning_compress.testing.vectors import CPU, DENSE, LARGE
+from lightning_compress.testing.vectors import CPU, DENSE, LARGE, SMALL, make
 from tests.cases import CASES, unbiased_cases
 from tests.helpers.sizes import by_turns
 
 SPARSE = ["recursive_doubling", "butterfly", "run_length"]
 """Exchanges of sums, for methods that send few elements; the last takes any, of which these are enough."""
+EXTREMES = (1e-35, 1e-30, 1e-20, 1.0, 1e20, 1e30)
+"""Scales of gradients, from where squares underflow to where they overflow."""
 DROPPING = ["ok_topk"]
 """Those of them that drop the smaller sums."""
 TREES = {
@@ -257,6 +261,42 @@ def test_sums_are_encoded_with_less_noise_than_is_left_of_the_messages(codec):
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.codec, Codec)], ids=lambda case: case.name)
 def test_the_sum_of_one_rank_is_its_message(case):
     assert case.codec.refined(1) == case.codec
+
+
+def means_by_scale(collective, codec, exchange):
+    """The gradient, the mean and the residual of a second step, by scale."""
+    found = {}
+    for scale in EXTREMES:
+        send = thread_ranks.mean_sender(codec, exchange, collective, SMALL)
+        for step in range(2):
+            given = make("normal", SMALL.numel, 10 * step + collective.rank).mul_(scale)
+            vector = given.clone()
+            found[scale] = given.double(), send(vector, step).double(), vector.double()
+    return found
+
+
+@pytest.mark.parametrize(("case", "size"), by_turns(CASES, (2, 3), 1))
+def test_gradients_of_any_scale_lose_the_same(case, size):
+    """What is not sent stays in the residual. Beyond the method's range it counts as zero, where there is none."""
+    for exchange in [PATTERNS[each] for each in ("all_gather", "two_shot", "auto") if can_travel(case, each, size)]:
+        ranks = run_threads(size, lambda ranks, exchange=exchange: means_by_scale(ranks, case.codec, exchange))
+        errors = {}
+        for scale in EXTREMES:
+            given, means, rests = (torch.stack(each) for each in zip(*(rank[scale] for rank in ranks), strict=True))
+            assert all(mean.equal(means[0]) and mean.isfinite().all() for mean in means)
+            total = given.sum(0)
+            lacks = (size * means[0] + rests.sum(0) - total).abs().max() / given.abs().max()
+            assert lacks <= max(1e-5, tolerance(case, "auto", size)) or not case.codec.conserves
+            errors[scale] = float((size * means[0] - total).norm() / total.norm())
+            assert case.scales or means[0].equal(ranks[0][1.0][1])
+        if case.scales:
+            case.check_errors(errors)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_page_says_what_counts_as_zero(case):
+    if case.scales and case.scales[0] > EXTREMES[0] and automatic(case.codec, None) == "none":
+        assert re.search(r"counts? as\s+zero", type(case.codec).__doc__)
 
 
 def sum_and_summands(collective, case, exchange):

@@ -91,8 +91,9 @@ class FP16(Cast):
     """IEEE half precision: 16 bits per element, 11 significant digits, magnitudes from 6e-8 to 65504.
 
     The relative error is at most 2^-11 for magnitudes from 6.1e-5 on, and larger below. Magnitudes above
-    ``65504 / summands`` saturate, and the rest stays in the vector. If your gradients underflow (below 3e-8), use BF16
-    or a loss scale. No settings, no state. Messages may be summed as float16.
+    ``65504 / summands`` saturate, and the rest stays in the vector. So do those below 3e-8; without error feedback,
+    which is off by default, they count as zero: use BF16 or a loss scale. No settings, no state. Messages may be summed
+    as float16.
 
     Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """

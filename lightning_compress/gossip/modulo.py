@@ -4,7 +4,8 @@ In a round, every rank sends its codes and, for each block of parameters, a hash
 Neighbours hash the cells that they recovered, and tell each other which blocks were right before either mixes. A block
 that one of the two could not recover is sent as float32 in both directions, and this edge mixes it exactly: if only one
 of them did, the mean of the models would change. Ranks compare failures at intervals. The theta of a block then grows
-on all ranks if it failed on any, and shrinks if it failed on none, so that it follows the differences of the models.
+on all ranks if it failed on any, and shrinks if it failed on none, so that it follows the differences of the models. It
+does not follow a spike, a difference many times theta that does not last: noise of its size would stay for long.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ CHUNK = 1 << 16
 """Parameters that are handled at a time: a multiple of a block."""
 SHRINK = 0.9
 """Factor of a block's theta when ranks compare and it failed on none of them."""
+JUMP = 8.0
+"""A difference above so many times theta, and what was last seen, is a spike. Theta grows by no larger factor."""
 EARLY = 3.0
 """Smallest margin in the first rounds, in which models drift apart."""
 LEAST = 1e-6
@@ -64,7 +67,8 @@ class Modulo(Averaging):
     above 0); for an estimated theta it is 0 until all edges were measured, and then 1. ``measured`` counts measuring
     rounds. ``given`` is a checksum of the setting: a run that is resumed with another theta starts to learn it again.
     ``checked`` and ``failures`` count blocks. State in ``vectors``, by block: ``growth`` is theta divided by base, and
-    ``worst`` the largest difference, divided by base, that failed on this rank since ranks last compared.
+    ``worst`` the largest difference, divided by base, that failed on this rank since ranks last compared. ``seen`` is
+    the largest ``worst`` of all ranks when they last compared.
 
     Args:
         settings: of the method.
@@ -90,7 +94,7 @@ class Modulo(Averaging):
         self._messages = ModuloMessages(settings, layout, device)
         self.vectors |= {
             name: torch.zeros(len(self._messages.blocks), dtype=torch.float32, device=device)
-            for name in ("growth", "worst")
+            for name in ("growth", "worst", "seen")
         }
         self._forget()
         self._figures = {"theta": 0.0, "hash_failures": 0.0, "hash_bytes": 0.0, "resent_bytes": 0.0}
@@ -99,6 +103,7 @@ class Modulo(Averaging):
         self.numbers |= self._fresh
         self.vectors["growth"].fill_(0.0 if self._estimated else 1.0)
         self.vectors["worst"].zero_()
+        self.vectors["seen"].zero_()
 
     def figures(self) -> dict[str, float]:
         """Return the largest theta, the number of failed blocks, and bytes of hashes with answers and of resends."""
@@ -113,7 +118,7 @@ class Modulo(Averaging):
         begins = number < self._first
         margin = max(self._margin, EARLY) if begins else self._margin
         if self._settings.verify and (begins or number % self._every == 0):
-            self._compare(base, margin)
+            self._compare(base, margin, begins)
         if not base:  # theta is not measured yet, or the learning rate has been 0 so far
             self._measure(vector, margin, moved)
             return
@@ -132,14 +137,19 @@ class Modulo(Averaging):
             growth = self.vectors["growth"].double()
             for theirs in received.values():
                 growth = torch.maximum(growth, margin * self._messages.largest_difference(theirs, vector))
-            self.vectors["growth"].copy_(_above_zero(self.neighbours.greatest(growth)))
+            growth = self.neighbours.greatest(growth)
+            self.vectors["growth"].copy_(growth.clamp_min(_least(growth)))
             self.numbers["measured"] += 1.0
             self.numbers["base"] = float(self.numbers["measured"] >= self._cycle)  # each round of a cycle has its edges
         add_differences(vector, received, weights, moved)
 
-    def _compare(self, base: float, margin: float) -> None:
-        """Let each theta grow on all ranks to what any rank saw, or shrink: a theta that was given, to its value."""
-        growth, worst = self.vectors["growth"], self.vectors["worst"]
+    def _compare(self, base: float, margin: float, begins: bool) -> None:
+        """Let each theta grow on all ranks to what any rank saw, or shrink: a theta that was given, to its value.
+
+        A spike is not followed, nor what falls faster than theta could shrink: while the block fails, float32 brings
+        its models together, and then the theta from before the spike fits again.
+        """
+        growth, worst, seen = (self.vectors[name] for name in ("growth", "worst", "seen"))
         largest = torch.cat([worst.double(), worst.new_tensor([base, -base], dtype=torch.float64)])
         largest = self.neighbours.greatest(largest)
         most, least = largest[-2:].tolist()
@@ -148,9 +158,15 @@ class Modulo(Averaging):
                 f"moniqua: theta is {-least:g} on one rank and {most:g} on another, because their learning rates "
                 "differ; use a constant theta, or 'estimated'"
             )
-        seen = largest[:-2]
-        grown = torch.where(seen > 0, torch.maximum(growth.double(), margin * seen), self._shrink * growth.double())
-        growth.copy_(_above_zero(grown) if self._estimated else grown.clamp_min_(1.0))
+        now, last, new = growth.double(), seen.double(), largest[:-2]
+        grown = torch.maximum(now, margin * new)
+        if not begins:
+            spike = (new > JUMP * torch.maximum(now, last)) | (new < self._shrink * last)
+            followed = torch.where(spike, now, grown.minimum(JUMP * now))
+            grown = torch.where(now > 2 * _least(now), followed, grown)  # the least theta knows no usual difference
+        grown = torch.where(new > 0, grown, self._shrink * now)
+        growth.copy_(grown.clamp_min(_least(grown)) if self._estimated else grown.clamp_min_(1.0))
+        seen.copy_(new)
         worst.zero_()
 
     def _mix(self, vector: Tensor, moved: Tensor | None) -> None:
@@ -189,8 +205,8 @@ class Modulo(Averaging):
         return exact
 
 
-def _above_zero(theta: Tensor) -> Tensor:
-    return theta.clamp_min(max(TINY, LEAST * float(theta.max())))
+def _least(theta: Tensor) -> float:
+    return max(TINY, LEAST * float(theta.max()))
 
 
 def cut(layout: Layout) -> list[slice]:

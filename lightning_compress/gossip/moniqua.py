@@ -89,9 +89,10 @@ class Moniqua:
         verify: send a hash of 8 bytes for each block, and mix only blocks that both neighbours recovered. Other blocks
             are sent as float32 in both directions. The theta of such a block grows on all ranks at the next comparison:
             in each of the first rounds, then every 4th, or every 16th with a theta that you gave. It shrinks if no
-            block failed, but not below a theta that you gave. It costs a second message of 1 byte for each block, and
-            the wait for it. Without it, a difference above theta spoils both models by a whole interval, unnoticed;
-            theta must then be given.
+            block failed, but not below a theta that you gave. Differences of more than 8 times theta must last for it
+            to grow, so that one spike of a gradient leaves no noise behind. It costs a second message of 1 byte for
+            each block, and the wait for it. Without it, a difference above theta spoils both models by a whole
+            interval, unnoticed; theta must then be given.
 
     Raises:
         ValueError: a value is out of range, or bits and rounding give delta >= 1/2.

@@ -21,10 +21,11 @@ from lightning_compress.codecs import (
 from lightning_compress.codecs.spectral.spectrum import Spectral
 from lightning_compress.testing.single_rank import rows_added, written
 from tests.cases import case_of
-from tests.codecs.helpers import CODECS, CPU, layout, trip, vectors
+from tests.codecs.helpers import CODECS, CPU, layout, make, trip, vectors
 
 VARIABLE = [codec for codec in CODECS if codec.plan(layout(1000), CPU).variable]
 every = pytest.mark.parametrize("codec", CODECS, ids=repr)
+SCALES = [10.0**exponent for exponent in range(-35, 31, 5)]
 modest = settings(deadline=None, derandomize=True, max_examples=40)
 
 
@@ -55,6 +56,21 @@ def last_bit(codec: Codec, vector: torch.Tensor, decoded: torch.Tensor) -> torch
         largest = torch.cat([block.abs().amax().expand(len(block)) for block in blocks])
         largest = torch.maximum(largest, decoded.abs()).double()  # the L2 norm is larger than any element
     return 2.0**-23 * largest + 2.0**-149
+
+
+@every
+def test_gradients_of_any_scale_lose_the_same(codec: Codec) -> None:
+    """What is not sent stays in the vector."""
+    case, errors = case_of(codec), {}
+    for scale in SCALES:
+        vector = make("normal", 1000, 3) * scale
+        decoded, residual, _ = trip(codec, vector)
+        assert decoded.isfinite().all()
+        together = decoded.double() + residual.double()
+        off = (together - vector.double()).abs() - 2.0**-24 * vector.double().abs()  # where fp16 saturates
+        assert (off <= last_bit(codec, vector, decoded)).all()
+        errors[scale] = float((decoded.double() - vector.double()).norm() / vector.double().norm())
+    case.check_errors(errors)
 
 
 @every

@@ -45,8 +45,22 @@ def _natural(codec, vector, layout, message):
 
 
 CONTRIB = [
-    Case("threshold", Threshold(0.5, 0.7, capacity=0.2), sparse_sizes.threshold, loses="element", variable=True),
-    Case("threshold_words", Threshold(1.0, 1.0, "words", 0.05), sparse_sizes.threshold, loses="element", variable=True),
+    Case(
+        "threshold",
+        Threshold(0.5, 0.7, capacity=0.2),
+        sparse_sizes.threshold,
+        loses="element",
+        variable=True,
+        scales=(1.0, 1.0),
+    ),
+    Case(
+        "threshold_words",
+        Threshold(1.0, 1.0, "words", 0.05),
+        sparse_sizes.threshold,
+        loses="element",
+        variable=True,
+        scales=(1.0, 1.0),
+    ),
     Case("adaptive", Adaptive(16), sparse_sizes.adaptive, loses="element", variable=True),
     Case("adaptive_int16", Adaptive(20, "int16"), sparse_sizes.adaptive, loses="element", variable=True),
     Case("wangni", Wangni(0.05), sparse_sizes.wangni, loses="element", lossless=Wangni(1.0), variable=True, growth=4.0),
@@ -57,11 +71,13 @@ CONTRIB = [
         loses="block",
         variable=True,
         growth=1.6,
+        scales=(1e-30, 1e30),
     ),
     Case(
         "natural",
         Natural(bucket=64),
         _natural_bytes,
+        scales=(1e-30, 1e30),  # its sums are qsgd's
         reference=_natural,
         also=(Natural(), Natural(72)),
     ),
@@ -70,11 +86,12 @@ CONTRIB = [
         TernGrad(),
         _terngrad_bytes,
         loses="vector",
+        scales=(1e-30, 1e30),
     ),
-    Case("terngrad_base3", TernGrad(None, "base3"), _terngrad_bytes, loses="vector"),
-    Case("terngrad_shared", TernGradShared()),
-    Case("signsgd", SignSGD()),
-    Case("signsgd_tally", SignSGD("tally", momentum=0.0)),
+    Case("terngrad_base3", TernGrad(None, "base3"), _terngrad_bytes, loses="vector", scales=(1e-30, 1e30)),
+    Case("terngrad_shared", TernGradShared(), scales=(1e-30, 1e30)),
+    Case("signsgd", SignSGD(), scales=None),
+    Case("signsgd_tally", SignSGD("tally", momentum=0.0), scales=None),
     Case(
         "dct",
         DCT(theta=0.5, block=64),

@@ -54,7 +54,7 @@ def compare(codec: TernGrad, vector: torch.Tensor) -> None:
     parts = ranges(len(vector))
     limits = reference.terngrad_limits(vector.numpy(), codec.clip, parts)
     scales, numbers = reference.parse_terngrad(message, len(parts), len(vector), codec.packing)
-    wanted = [limit if limit >= 2.0**-100 else 0.0 for limit in limits]
+    wanted = [limit if limit >= 2.0**-111 else 0.0 for limit in limits]
     np.testing.assert_allclose(scales, np.array(wanted, np.float32), rtol=2e-7)
     exact = reference.terngrad_chances(vector.numpy(), limits, [float(scale) for scale in scales], parts, key=9)
     wrong = numbers != np.floor(exact)

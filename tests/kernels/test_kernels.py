@@ -44,6 +44,7 @@ def _messages(given):
     for rank in range(3):
         vector = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(rank)) ** 3
         vector[1000:3000] = -0.0 if rank else 1e-30
+        vector[5000:9000] *= torch.logspace(-28, -38, 4000)
         message = torch.zeros(plan.message_size, dtype=torch.uint8)
         if given.get("correlated"):
             plan.correlate(7, rank, 3)

@@ -154,7 +154,7 @@ def qsgd_numbers(vector: Array, bits: int, bucket: int, norm: str) -> tuple[Arra
     for start in range(0, len(vector), bucket):
         part = vector[start : start + bucket].astype(np.float64)
         size = np.abs(part).max() if norm == "max" else math.sqrt(math.fsum(part**2))
-        norms.append(size if size >= 2.0**-100 else 0.0)
+        norms.append(size if size >= s * 2.0**-111 else 0.0)
         if norms[-1]:
             numbers[start : start + bucket] = part / size * s
     return np.array(norms, np.float32), numbers
@@ -188,7 +188,7 @@ def rotated(vector: Array, bits: int, block: int, key: int) -> tuple[Array, Arra
     largest = np.abs(coefficients).max(axis=1, keepdims=True).astype(np.float32).astype(np.float64)
     chances = (np.array(random16(key, places.size)) + 32768.5) / 65536
     half = 2 ** (bits - 1)
-    scale = np.divide(half - 0.5, largest, where=largest >= 2.0**-100, out=np.zeros_like(largest))
+    scale = np.divide(half - 0.5, largest, where=largest >= (half - 0.5) * 2.0**-111, out=np.zeros_like(largest))
     levels = np.clip(np.floor(coefficients * scale - 0.5 + chances[places]), -half, half - 1)
     received = np.zeros(places.size)
     received[places] = np.where(scale > 0, (levels + 0.5) * largest / (half - 0.5), 0) @ matrix

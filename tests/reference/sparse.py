@@ -240,13 +240,13 @@ def wangni_chances(vector: Array, density: float) -> tuple[npt.NDArray[np.float6
     target = density * len(vector)
     if target == len(vector):
         return (magnitudes > 0).astype(np.float64), 1.0
-    level = max(magnitudes.sum() / target, 2.0**-100)
+    level = max(magnitudes.sum() / target, 2.0**-126)
     for _ in range(9):
         chances = np.minimum(magnitudes / level, 1)
         certain = magnitudes >= level
         if not certain.any() or certain.sum() >= target or not magnitudes[~certain].any():
             break
-        level = max(min(level, magnitudes[~certain].sum() / (target - certain.sum())), 2.0**-100)
+        level = max(min(level, magnitudes[~certain].sum() / (target - certain.sum())), 2.0**-126)
     return chances, min(level, float(np.finfo(np.float32).max))
 
 

@@ -40,7 +40,7 @@ def terngrad_chances(
     chances = (np.array(random16(key, len(vector), share), np.float64) + 32768.5) / 65536
     for (start, stop), limit, scale in zip(ranges, limits, scales, strict=True):
         clipped = np.clip(vector[start:stop].astype(np.float64), -limit, limit)
-        chances[start:stop] += clipped / scale if scale >= 2.0**-100 else 0.0
+        chances[start:stop] += clipped / scale if scale >= 2.0**-111 else 0.0
     return chances
 
 

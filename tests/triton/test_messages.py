@@ -34,6 +34,7 @@ def _numbers(numel, seed):
     numbers = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) ** 3
     numbers[numel // 5 : numel // 4] = -0.0 if seed % 2 else 1e-30
     numbers[numel // 3 : numel // 3 + 600] = 0.0
+    numbers[-numel // 4 :] *= torch.logspace(-28, -36, len(numbers[-numel // 4 :]))
     numbers[numel // 2 : numel // 2 + 1] = 1e20
     return numbers
 

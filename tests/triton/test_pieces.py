@@ -32,7 +32,7 @@ def _draw(bits, start: tl.int64, first: tl.int64, move, rows: tl.constexpr, widt
 def test_factors_are_those_of_a_cpu_and_never_round_up(top, limit, device):
     norms = torch.randn(1024, generator=torch.Generator().manual_seed(3)).abs()
     norms *= torch.logspace(-34, 38, 1024)
-    norms[:4] = torch.tensor([0.0, 2.0**-100, 3.4028234663852886e38, 2.0**110])
+    norms[:5] = torch.tensor([0.0, top * 2.0**-112, top * 2.0**-111, 3.4028234663852886e38, 2.0**110])
     sent, factors = fit(norms.double(), top, limit)
     assert (factors.double() * sent.double() <= 65536 * top).all()
     found = torch.empty(2, 1024, device=device)

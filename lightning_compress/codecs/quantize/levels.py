@@ -20,7 +20,8 @@ from lightning_compress.core.random import RandomBits, Stream, word_state
 from lightning_compress.core.workspace import pieces, scratch
 from lightning_compress.kernels import Summands
 
-SMALLEST, LARGEST = 2.0**-100, torch.finfo(torch.float32).max
+FINEST, LARGEST = 2.0**-111, torch.finfo(torch.float32).max
+"""The smallest distance between two numbers that is sent: ``UNIT`` divided by it is still a float32."""
 BITS = 8
 """Largest number of bits of a code."""
 UNIT = 1 << 16
@@ -261,13 +262,14 @@ def fit(norms: Tensor, top: float, largest: float = LARGEST) -> tuple[Tensor, Te
     Args:
         norms: float64, at least the largest magnitude of each block.
         top: the largest number; see ``Quantiser``.
-        largest: a norm above this or below 2^-100 is sent as 0. Then the whole block stays in the vector.
+        largest: a norm above this, or whose steps would be below 2^-111, is sent as 0. Then the whole block stays in
+            the vector.
 
     Returns:
         Norms, float32. Factors, float32: they scale elements to ``UNIT`` times the numbers, at most ``UNIT * top``.
     """
     sent = norms.clamp(max=LARGEST).float()
-    sent.masked_fill_((sent < SMALLEST) | (sent > largest), 0)
+    sent.masked_fill_((sent < FINEST * top) | (sent > largest), 0)
     exact = UNIT * top / sent.double()
     factors = exact.float()
     factors = torch.where(factors.double() > exact, factors.nextafter(factors.new_zeros(())), factors)

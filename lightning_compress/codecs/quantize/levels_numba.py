@@ -6,8 +6,7 @@ import numpy as np
 
 from lightning_compress.kernels.numba import kernel, simd
 
-_SMALLEST = np.float32(2.0**-100)
-
+_FINEST = np.float32(2.0**-111)
 _LARGEST = np.finfo(np.float32).max
 
 
@@ -15,7 +14,7 @@ _LARGEST = np.finfo(np.float32).max
 def fit(largest, top, limit):
     """Return the norm to send and the factor of a block; see ``levels.fit``."""
     norm = min(largest, _LARGEST)
-    if norm < _SMALLEST or norm > limit:
+    if norm < _FINEST * top or norm > limit:
         return np.float32(0), np.float32(0)
     exact = 65536.0 * top / np.float64(norm)
     factor = np.float32(exact)

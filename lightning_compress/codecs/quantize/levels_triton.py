@@ -7,7 +7,7 @@ import triton.language as tl
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 """The largest float32."""
-_SMALLEST = tl.constexpr(2.0**-100)
+_FINEST = tl.constexpr(2.0**-111)
 _STEPS = tl.constexpr(3.4028234663852886e38 * (1 - 2.0**-22))
 
 
@@ -15,7 +15,7 @@ _STEPS = tl.constexpr(3.4028234663852886e38 * (1 - 2.0**-22))
 def fit(norm, TOP: tl.constexpr, LIMIT: tl.constexpr):
     """Return norms to send and factors of blocks, float32, from float32 or float64 norms; see ``levels.fit``."""
     sent = tl.minimum(norm, LARGEST).to(tl.float32)
-    sent = tl.where((sent < _SMALLEST) | (sent > LIMIT), 0.0, sent)
+    sent = tl.where((sent < _FINEST * TOP) | (sent > LIMIT), 0.0, sent)
     exact = 65536.0 * TOP / tl.where(sent == 0, 1.0, sent).to(tl.float64)
     factor = exact.to(tl.float32)
     below = (factor.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)

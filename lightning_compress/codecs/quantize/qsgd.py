@@ -37,7 +37,8 @@ class QSGD(Codec):
 
     A packed message is every bucket's norm as float32, zeros up to a multiple of 16 bytes, then every q with its sign
     as two's complement. These are stored in planes of 4, 2 and 1 bits of all elements (8 bits are one plane), the first
-    element lowest. A bucket whose norm is below 2^-100 sends 0 and stays in the vector.
+    element lowest. A bucket whose ``norm / s`` is below 2^-111 (4e-34) sends 0 and stays in the vector;
+    without error feedback, it counts as zero.
 
     Args:
         bits: 2 (q is 0 or 1) to 8 (q is 0 to 127). From 4 bits on it counts as safe with Adam: the paper's runs lose

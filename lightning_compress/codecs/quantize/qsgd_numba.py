@@ -24,7 +24,7 @@ def encode(vector, width, top, limit, start, move, body, places, norms, keep):
         vector: float32 ``[buckets * width]``.
         width: elements of a bucket.
         top: the largest level.
-        limit: a larger norm is sent as 0.
+        limit: a larger norm is sent as 0, as is one that is too small; see ``levels.fit``.
         start: uint64, the state before the first random word.
         move: int16, added to the random numbers.
         body: uint8, the planes of the codes; overwritten.

@@ -44,7 +44,7 @@ def encode(vector, signs, shift, tile, top, limit, start, move, body, places, no
         shift: added to a level to get the number.
         tile: float32 ``[rows * TILE]``; scratch.
         top: the largest number that is sent.
-        limit: a larger norm is sent as 0.
+        limit: a larger norm is sent as 0, as is one that is too small; see ``levels.fit``.
         start: uint64, the state before the first random word.
         move: int16, added to the random numbers.
         body: uint8, the planes of the codes; overwritten.

@@ -16,7 +16,7 @@ from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.random import mix
 from lightning_compress.core.workspace import scratch
 
-TINY = 2.0**-100
+TINY = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class ATOMO(Codec):
     A parameter of shape ``(n, ...)`` is a matrix of n rows. If a vector holds a part of a parameter, its whole rows are
     the matrix. Incomplete rows, and matrices with ``s (n + m) >= n m``, are sent as float32. A message holds these
     first, then s vectors ``u_i`` and s vectors ``l_i / p_i v_i`` of each matrix, padded with zeros: ``32 s (n + m) /
-    (n m)`` bits per element. A matrix whose elements are all below 2^-100 sends zeros and stays in the vector. No
-    state. Error feedback is off: the residual is often larger than the vector and would grow. Exchanges that cut
-    vectors gain little, since each part of a matrix has its own factors; ``auto`` uses all_gather.
+    (n m)`` bits per element. A matrix whose elements are all below 2^-126 counts as zero. No state. Error feedback is
+    off: the residual is often larger than the vector and would grow. Exchanges that cut vectors gain little, since each
+    part of a matrix has its own factors; ``auto`` uses all_gather.
 
     It is slow: encoding decomposes matrices, in time ``min(n, m)^2 max(n, m)`` and in memory of up to four times the
     largest matrix, and an accelerator waits for it.

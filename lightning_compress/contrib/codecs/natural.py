@@ -26,7 +26,8 @@ class Natural(Codec):
 
     With ``2^a <= |v| < 2^(a+1)``, the upper power has probability ``|v| / 2^a - 1``. Powers of two are sent exactly.
     Below 2^-126, the two neighbours are 0 and 2^-126. The expected squared error of an element is at most 1/8 of its
-    square. The rounding error stays in the vector; error feedback, off by default, would send it later. No state.
+    square. The rounding error stays in the vector; error feedback, off by default, would send it later. Sums that an
+    exchange encodes again are messages of ``qsgd``; those below 5e-32 count as zero. No state.
 
     The paper's code is a sign and the 8 exponent bits of float32. Here it is one byte: the sign in the highest bit, and
     ``c = e - base`` in the others. e is float32's exponent field of the power of two; c = 0 means 0. Each bucket has

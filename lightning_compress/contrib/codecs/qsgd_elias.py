@@ -42,8 +42,9 @@ class QSGDElias(QSGD):
     (1.5 + o(1)) log2(2 (s^2 + n) / (s (s + sqrt(n))))) s (s + sqrt(n))``, and for ``s = sqrt(n)`` by ``2.8 n``. On
     N(0, 1), it takes 0.39 bits per element with 2 bits and n = 512 (the bound says 0.52), and 2.7 with 6 bits and n =
     1024, plus 48 for each bucket's norm and length. With the L2 norm, a message has room for the expected bits in the
-    worst case plus four standard deviations; with the max norm, for the largest message. Buckets that do not fit send
-    0 and stay in the vector. Codes are written and read on the host; an accelerator waits for it.
+    worst case plus four standard deviations; with the max norm, for the largest message. Buckets that do not fit send 0
+    and stay in the vector, as those do that ``QSGD`` does not send: without error feedback, they count as zero. Codes
+    are written and read on the host; an accelerator waits for it.
 
     Args:
         bits: see ``QSGD``. The coding pays off with 2 bits and the L2 norm.

@@ -30,7 +30,7 @@ class TernGrad(Codec):
 
     If a vector holds a part of a parameter, scale and sigma are those of the part. Sigma divides by the number of
     elements. There is no clipping if sigma is 0 (all elements are equal), or with fewer than 64 elements. A parameter
-    whose scale is below 2^-100 sends 0 and stays in the vector.
+    whose scale is below 2^-111 (4e-34) sends 0 and stays in the vector; without error feedback, it counts as zero.
 
     A message holds every parameter's scale as float32, zeros up to a multiple of 16 bytes, then ``sign * b + 1``. These
     are packed 4 to a byte, 2 bits each, the first one lowest; or 5 to a byte, as base-3 digits, in runs of 163,840

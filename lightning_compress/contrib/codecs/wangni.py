@@ -24,7 +24,7 @@ ROUNDS = 8
 """Most iterations to find lambda; two or three suffice unless a few elements are very large."""
 DEVIATIONS = 4
 """A message has room for this many standard deviations above the expected number of elements."""
-SMALLEST, LARGEST = 2.0**-100, float(np.finfo(np.float32).max)
+SMALLEST, LARGEST = 2.0**-126, float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Wangni(Codec):
 
     lambda is found by the paper's greedy algorithm. It starts at ``density * numel / sum |v|``. Each iteration counts
     the elements with p = 1 and scales the others to make up the rest, until no further element reaches 1, or 8 times.
-    ``1 / lambda`` is at least 2^-100. p is compared with 32 random bits. Messages vary in length. They hold Golomb-Rice
+    ``1 / lambda`` is at least 2^-126. p is compared with 32 random bits. Messages vary in length. They hold Golomb-Rice
     codes of the gaps between elements with p = 1, and these as float32; then the codes of the others, ``1 / lambda`` as
     float32, and their signs as bits (see ``positions`` and ``values``). A message has room for the expected number plus
     four standard deviations; the last elements beyond it stay in the vector. Encoding runs on the host; an accelerator
@@ -140,7 +140,7 @@ class _WangniPlan(EntriesPlan):
             numel = piece.stop - piece.start
             random = self._random.draw(key, piece.start, numel).numpy()  # from -32768 to 32767
             scaled = np.abs(source[piece], out=self._magnitude[:numel])
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore", invalid="ignore"):  # 65536 / level may be infinite
                 np.multiply(scaled, np.float32(65536 / float(level)), out=scaled)
             np.subtract(scaled, np.float32(32767), out=scaled)  # a quick test that drops most elements
             places = np.flatnonzero(np.less_equal(random, scaled, out=self._mask[:numel]))

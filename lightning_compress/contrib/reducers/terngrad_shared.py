@@ -30,8 +30,8 @@ class TernGradShared(Reducer):
     its own standard deviations (as in TernGrad, there is no clipping at a deviation of 0 or below 64 elements). So the
     sum over W ranks is s times an integer from -W to W, and the mean is unbiased for the clipped gradients, to 2^-17 of
     s. Rounding noise is independent between ranks. The errors of clipping and rounding stay in the vector; error
-    feedback, off by default, would send them later. A parameter whose scale is below 2^-100 sends 0 and stays in the
-    vector. No state.
+    feedback, off by default, would send them later. A parameter whose scale is below 2^-111 (4e-34) sends 0 and
+    stays in the vector; without error feedback, it counts as zero. No state.
 
     The ranks agree on scales by an all-reduce (maximum) of one float32 for each parameter. ``sign * b + 1`` are digits
     in base ``2 W + 1`` of int32 words, so an all-reduce of words never carries from one digit to the next. A word holds

@@ -57,9 +57,9 @@ def test_rotated_equals_the_reference(codec: Rotated, vector: torch.Tensor) -> N
     padded[:numel] = vector.numpy()
     coefficients = padded[places] @ matrix.T / block
     largest = np.abs(coefficients).max(axis=1)
-    sent = largest >= 2.0**-100
-    np.testing.assert_allclose(norms, np.where(sent, largest, 0), rtol=1e-5)
     top = (2**codec.bits - 1) / 2
+    sent = largest >= top * 2.0**-111
+    np.testing.assert_allclose(norms, np.where(sent, largest, 0), rtol=1e-5)
     numbers = np.zeros(places.size)
     numbers[places] = np.divide(coefficients * top, largest[:, None], where=sent[:, None], out=0 * coefficients)
     check_levels(levels, numbers, 0.5, 9, 1e-2)
