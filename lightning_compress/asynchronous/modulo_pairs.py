@@ -29,7 +29,8 @@ BITS = (4, 8)
 EVERY = 64
 """One question in so many is in float32, which measures theta anew and brings together what was clamped."""
 MARGIN, SHRINK, LEAST = 2.0, 0.95, 1e-12
-"""Theta is the margin times the largest difference, at least ``SHRINK`` times what it was, and at least ``LEAST``."""
+"""Theta is the margin times the largest difference, and at least ``LEAST``. By codes, whose differences are as wrong as
+theta is large, it is at least ``SHRINK`` times what it was."""
 
 
 class ModuloAverage(PairwiseAverage):
@@ -84,7 +85,7 @@ class ModuloAverage(PairwiseAverage):
             self.failures += 1
             return super()._ask(links, peer)
         self._move(reply.body, -self._share(reply.clock) * step)
-        self._learn(peer, reply.number)
+        self._learn(peer, max(reply.number, SHRINK * theta / MARGIN))
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +98,7 @@ class ModuloAverage(PairwiseAverage):
         self._count = Counter({int(peer): int(count) for peer, count in state["count"].items()})
 
     def _learn(self, peer: int, apart: float) -> None:
-        self._theta[peer] = max(MARGIN * apart, SHRINK * self._theta.get(peer, 0.0), LEAST)
+        self._theta[peer] = max(MARGIN * apart, LEAST)
 
     def _answer(self, rank: int, message: Message, others: int) -> Reply:
         if message.kind != CODES:

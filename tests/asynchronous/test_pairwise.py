@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_compress.asynchronous.modulo_pairs import ModuloAverage
+from lightning_compress.asynchronous.modulo_pairs import EVERY, ModuloAverage
 from lightning_compress.asynchronous.pairwise import Askers, PairwiseAverage
 from lightning_compress.asynchronous.shared_model import SharedModel
 from lightning_compress.collectives import TorchCollective
@@ -85,6 +85,30 @@ def test_the_mean_stays_and_models_meet(pools, size, graph, bits):
         assert drift <= 1e-5
         assert after < before
     assert sum(each[2] for each in found) == sum(each[3] for each in found)
+
+
+def _spiked():
+    """The theta of 200 questions of rank 0, whose model is far off at the 70th."""
+    ranks, noise, found = TorchCollective(), torch.Generator().manual_seed(0), []
+    parameters = [torch.zeros(1000)]
+    model = SharedModel(parameters)
+    pairs = ModuloAverage(model, Moniqua(8))
+    links = Links(ranks, [1 - ranks.rank], pairs.answer, pairs.kinds, 30.0, CPU)
+    for number in range(200 if ranks.rank == 0 else 0):
+        model.begin()
+        parameters[0].add_(torch.randn(1000, generator=noise) * (1e4 if number == 70 else 1))
+        model.end()
+        assert pairs.ask(links, 1)
+        found.append(pairs._theta[1])
+    ranks.all_reduce(torch.zeros(1))
+    links.close()
+    return found
+
+
+def test_theta_is_measured_anew_after_a_spike(pools):
+    thetas, _ = pools[2].run(_spiked)
+    assert max(thetas) > 1e3 * max(thetas[:70])
+    assert max(thetas[3 * EVERY :]) < 2 * max(thetas[:70])
 
 
 def _paused():
