@@ -60,6 +60,7 @@ EVERY = {
     "strategies/test_resume.py::test_bit_for_bit": 3,
     "strategies/test_resume.py::test_everything_that_is_kept": 2,
     "strategies/test_strategy.py::test_every_method_trains_and_ranks_stay_identical": 2,
+    "test_default_dtype.py": 2,
     "test_laws.py::test_the_same_over_sockets": 2,
     "test_simulation.py": 0,
     "test_testing.py::test_a_broken_law_is_named": 2,
