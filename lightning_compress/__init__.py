@@ -62,7 +62,7 @@ def __getattr__(name: str) -> object:
     """Import on first use: torch and Lightning take seconds, and neither ``--help`` nor Hydra's search needs them."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+    if name.isidentifier() and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")  # such as lightning_compress.codecs
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
