@@ -26,7 +26,7 @@ from benchmarks._network.models import MODELS, batch
 from benchmarks._network.ping import round_trip_ms
 from benchmarks._network.rank import COUNTER
 from lightning_compress import CompressedDDPStrategy
-from lightning_compress.strategies import rendezvous
+from lightning_compress.strategies import signals
 
 BROADCAST = ", Lightning's broadcast"
 """After the name of a method where Lightning is left as it is."""
@@ -104,7 +104,7 @@ def fit(told: dict[str, Any], label: str, steps: int) -> list[tuple[float, int]]
     given = settings(label.removesuffix(BROADCAST))
     assert given is not None
     total = told["warm"] + steps
-    left = mock.patch.object(rendezvous, "LOOP", "none of its names") if label.endswith(BROADCAST) else nullcontext()
+    left = mock.patch.object(signals, "LOOP", "none of its names") if label.endswith(BROADCAST) else nullcontext()
     with left:
         trainer = pl.Trainer(
             accelerator="cpu",

@@ -271,6 +271,7 @@ class AsyncGossip(Synchroniser):
     def join(self) -> None:
         """Come to a call, and wait for all others; like ``pause``. Collective."""
         self._joined += 1
+        self.resume()  # one that comes from a meeting has to tell the others again that it stops
         with self._named():
             self._method.stop()
             self._look()

@@ -22,7 +22,7 @@ __all__ = ["MeProp", "MePropMixin"]
 Amounts = Amount | Mapping[str, Amount]
 Memories = dict[str, dict[str, Tensor]]
 """Of layers, by their names; each under the name "", as checkpoints have it."""
-MET = "lightning_compress.strategies.rendezvous"
+MET = "lightning_compress.strategies.signals"
 """The module that calls Lightning's signal handler when all ranks have met."""
 
 

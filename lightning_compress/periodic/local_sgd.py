@@ -168,7 +168,7 @@ class LocalSGD(Synchroniser):
             if local == 0 or step % self.rounds.sync_every == 0:
                 self.meeting.agree()
             return
-        if self.meeting.unsized and self.rounds.due(local):
+        if self.meeting.unsized and (self.rounds.due(local) or self.rounds.sent(local)):
             self.meeting.agree()  # before a rank waits for a fragment of one that has ended
         fragments = self.fragments
         due = fragments.of(self.rounds.due(local)) if self.rounds.delay else []

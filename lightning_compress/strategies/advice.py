@@ -100,8 +100,12 @@ def frozen_early(callbacks: Iterable[object], module: nn.Module) -> str:
 
 def steps_of(trainer: Any) -> float:
     """Return the steps of a fit; -1: nobody knows, or a LearningRateFinder trains before it."""
-    finding = any("_LRCallback" in kinds_of(each) for each in trainer.callbacks)
-    return -1 if finding else float(trainer.estimated_stepping_batches)
+    return -1 if finds_rate(trainer.callbacks) else float(trainer.estimated_stepping_batches)
+
+
+def finds_rate(callbacks: Iterable[Any]) -> bool:
+    """Return whether a LearningRateFinder trains now."""
+    return any("_LRCallback" in kinds_of(each) for each in callbacks)
 
 
 def few_steps(settings: RunState, steps: float) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
@@ -18,7 +19,8 @@ from lightning_compress.asynchronous.shared_work import SharedBatches
 from lightning_compress.strategies.common import register
 from lightning_compress.strategies.constructors import constructor
 from lightning_compress.strategies.periodic import PeriodicMixin
-from lightning_compress.strategies.rendezvous import EVERY, STEP, Rendezvous
+from lightning_compress.strategies.rendezvous import EVERY, Rendezvous
+from lightning_compress.strategies.signals import END, STEP, Place
 
 NAMES: dict[str, dict[str, object]] = {
     "async_gossip": {},
@@ -36,32 +38,44 @@ class AsyncRendezvous(Rendezvous):
 
     synchroniser: AsyncGossip
     unsized = True
+    _waits_at, _called = STEP, False
 
-    def compare_batches(self, needed: float = 0.0) -> None:
+    def compare_batches(self, needed: float = math.inf) -> None:
         """Check that all ranks have equally many batches, unless they share them. Collective."""
         if not self.synchroniser.share_work:
             super().compare_batches(needed)
         self.unsized = True
 
-    def vote(self) -> torch.Tensor:
-        """See ``Meeting``; ranks are at different batches."""
-        told = self.signals
-        return torch.tensor([self.joined, -self.joined, told.end, told.save, told.stop], dtype=torch.int64)
+    @property
+    def place(self) -> Place:
+        """See ``Rendezvous``; nobody has to catch up with a rank that waits where the fit ends."""
+        own = super().place
+        return own._replace(halves=0) if self._waits_at == END else own
 
-    def apply_votes(self, votes: torch.Tensor) -> None:
-        """See ``Meeting``."""
-        self.check_joined(votes)
-        self.signals.agreed(*map(bool, votes[2:].tolist()))
+    def comparable(self, place: Place) -> tuple[int, ...]:
+        """See ``Rendezvous``; ranks are at different batches, and where one of them calls, in different epochs."""
+        return () if place.where == STEP else place[:2]
 
     def agree(self, own: Sequence[int] = (), where: int = STEP) -> list[int]:
         """Wait for all ranks, then see ``Meeting``."""
-        self.synchroniser.pause()
-        return super().agree(own, where)
+        before, self._waits_at = self._waits_at, where
+        try:
+            self.synchroniser.pause()
+            return super().agree(own, STEP if self._called else where)
+        finally:
+            self._waits_at = before
+
+    def end_epoch(self) -> None:
+        """See ``Rendezvous``; ranks that have not met since their last batch do not wait for each other here."""
+        if self.synchroniser.paused:
+            super().end_epoch()
+        self.signals.hold_back()
+        self.signals.stop_if_due()
 
     def between_batches(self, number: int) -> None:
         """Call the others if this rank was asked to end, save or stop, and come if some rank has called."""
-        synchroniser, told = self.synchroniser, self.signals
-        if told.taken and (told.end or told.save or told.stop) and not synchroniser.called:
+        synchroniser = self.synchroniser
+        if self.signals.pending and not synchroniser.called:
             synchroniser.call()
         elif number % EVERY == 0:
             synchroniser.look_for_calls()
@@ -74,11 +88,13 @@ class AsyncRendezvous(Rendezvous):
         Raises:
             SIGTERMException: all ranks are to end.
         """
+        self._called = True  # until this rank goes on; one that ends here saves in the company of all others
         self.synchroniser.join()
         super().agree()
         self.signals.act()
         if self._trainer.received_sigterm:  # here all ranks end together, at the end of a batch they would not
             raise SIGTERMException
+        self._called = False
 
 
 class AsyncGossipMixin(PeriodicMixin):
@@ -98,17 +114,6 @@ class AsyncGossipMixin(PeriodicMixin):
         if trainer.state.fn == "fit":
             self._share_work = self.synchroniser.share_work if self._share_work is None else self._share_work
             self.synchroniser.share_work = self._share_work and not trainer.fast_dev_run  # which limits each rank
-            loop = trainer.fit_loop
-            made = type(loop).setup_data.__get__(loop)
-
-            def setup_data() -> None:
-                self._training_data = True
-                try:
-                    made()
-                finally:
-                    self._training_data = False
-
-            vars(loop)["setup_data"] = setup_data
         super().setup(trainer)
 
     def _make_rendezvous(self, trainer: Any) -> AsyncRendezvous:
@@ -116,9 +121,14 @@ class AsyncGossipMixin(PeriodicMixin):
         assert isinstance(made, AsyncRendezvous)
         made.synchroniser = self.synchroniser
         self.synchroniser.on_call = self._hold
+        self._making(False)  # an earlier fit may have failed in between
+        made.signals.around(trainer.fit_loop, "setup_data", partial(self._making, True), partial(self._making, False))
         if self.synchroniser.share_work:
             check_shared_work(trainer)
         return made
+
+    def _making(self, training: bool) -> None:
+        self._training_data = training
 
     def _hold(self) -> None:
         self.rendezvous.hold()
@@ -195,12 +205,6 @@ class AsyncGossipMixin(PeriodicMixin):
         if self._started and self.world_size > 1:
             self.synchroniser.leave(None if isinstance(exception, SIGTERMException) else exception)
         super().on_exception(exception)
-
-    def teardown(self) -> None:
-        """See ``PeriodicStrategy``."""
-        if self._fitting:
-            vars(self._trainer.fit_loop).pop("setup_data", None)
-        super().teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -7,7 +7,7 @@ evaluation and checkpoints, the model that all ranks share is swapped in.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,10 +26,11 @@ from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.advice import short_round, steps_of, untested, warn
 from lightning_compress.strategies.common import CommonMixin
 from lightning_compress.strategies.recount import Recount
-from lightning_compress.strategies.rendezvous import ELSEWHERE, END, Rendezvous
+from lightning_compress.strategies.rendezvous import Rendezvous
 from lightning_compress.strategies.report import Lines, of_rounds, tell
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
+from lightning_compress.strategies.signals import ELSEWHERE, END, EVALUATION
 from lightning_compress.strategies.unsupported import check_fit, without_wrapper
 
 
@@ -89,11 +90,10 @@ class PeriodicMixin(CommonMixin):
         self._started = self._ended = self._swa = False
         self.rendezvous, self._fitting = self._make_rendezvous(trainer), True
         self._resume.begin(ranks, self.root_device)
-        loop = trainer.fit_loop
-        vars(loop)["on_run_end"] = lambda: self._end(type(loop).on_run_end.__get__(loop))
-        evaluation = loop.epoch_loop.val_loop
-        start = type(evaluation).on_run_start.__get__(evaluation)
-        vars(evaluation)["on_run_start"] = lambda: self._begin_evaluation(start)
+        around, loop = self.rendezvous.signals.around, trainer.fit_loop
+        around(loop, "on_run_end", first=self._end)
+        around(loop.epoch_loop.val_loop, "on_run_start", first=self._begin_evaluation)
+        self.rendezvous.watch_stops()
         super().setup(trainer)
         self.synchroniser.start(module, self.optimizers, ranks, self.rendezvous)
         self._started = True
@@ -120,6 +120,7 @@ class PeriodicMixin(CommonMixin):
         self._shared, self._schedulers = None, ()
         self.rendezvous.compare_batches()
         self.rendezvous.signals.watch_clocks()
+        self.rendezvous.agree(where=ELSEWHERE)  # on stops that hooks have asked for
         if not self.synchroniser.furthest():
             self.synchroniser.rebase(0)  # hooks may have loaded another model
         rank_zero_info(f"lightning_compress: {self.synchroniser.summary}")
@@ -167,11 +168,10 @@ class PeriodicMixin(CommonMixin):
                 f", so {type(self).__name__} would not average this step. Use the optimizers of self.optimizers()"
             )
 
-    def _end(self, end: Any) -> None:
+    def _end(self) -> None:
         """Finish after the training loop, before callbacks save."""
         if not self._averages_weights:
             self._finish()
-        end()
 
     @property
     def _averages_weights(self) -> bool:
@@ -206,9 +206,6 @@ class PeriodicMixin(CommonMixin):
             if unfinished:  # resumed at the end of an earlier run, with no step left
                 self._finish()
             self._fitting = False
-            loop = self._trainer.fit_loop
-            vars(loop).pop("on_run_end", None)
-            vars(loop.epoch_loop.val_loop).pop("on_run_start", None)
             for hook in self._watched:
                 hook.remove()
             if self._started:
@@ -230,12 +227,11 @@ class PeriodicMixin(CommonMixin):
         if self._fitting and self.rendezvous.unsized and self._trainer.training and not self.gives_up:
             self.rendezvous.agree(where=ELSEWHERE)
 
-    def _begin_evaluation(self, begin: Callable[[], None]) -> None:
+    def _begin_evaluation(self) -> None:
         """Swap the shared model in before any hook of the evaluation; the strategy's own hook would be the last."""
         if self.rendezvous.unsized:  # another rank may still be training
-            self.rendezvous.agree(where=ELSEWHERE)
+            self.rendezvous.agree(where=EVALUATION)
         self._swap_in()
-        begin()
 
     # the model that is evaluated and saved
 
@@ -270,9 +266,11 @@ class PeriodicMixin(CommonMixin):
         self.synchroniser.put(replaced or {})
 
     def on_validation_end(self) -> None:
-        """Swap the rank's own model back in."""
+        """Swap the rank's own model back in; all ranks stop if a hook of this validation says so on one of them."""
         self._swap_back()
         super().on_validation_end()
+        if self._fitting and not self._trainer.sanity_checking:
+            self.rendezvous.agree(where=ELSEWHERE)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state dict of the model that is evaluated."""

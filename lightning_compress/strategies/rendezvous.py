@@ -6,26 +6,22 @@ parallel with the next batch and read the answer one batch later, so no rank wai
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from lightning_compress.collectives import Collective, TorchCollective, consensus
 from lightning_compress.collectives.torch import backend_of
 from lightning_compress.core import errors
 from lightning_compress.periodic.synchroniser import Meeting
+from lightning_compress.strategies.signals import ELSEWHERE, END, STEP, Place, Signals
 
-STEP, END, ELSEWHERE = range(3)
-"""Where ranks meet: in a step, at the end of the fit, or in a collective call of Lightning's."""
 EVERY = 4
 """Batches between two questions. The answer is read one batch later, so a job ends within five batches of a signal.
 On two ranks, a question takes 0.1 ms of the main thread. Lightning's broadcast takes 0.2 ms and a round trip, in every
@@ -35,6 +31,8 @@ _GROUP = (
     "connecting the ranks by Gloo (if a host's own name resolves to 127.0.x.x, other hosts cannot reach it: set "
     "GLOO_SOCKET_IFNAME to the network interface between the hosts, such as eth0)"
 )
+_BASE = "ModelHooks.on_train_batch_start"
+"""Lightning's own hook, which does nothing."""
 
 
 class Rendezvous(Meeting):
@@ -86,9 +84,10 @@ class Rendezvous(Meeting):
             ValueError: on all ranks: the numbers differ.
         """
         known = self._trainer.num_training_batches
-        own = torch.tensor([-1 if math.isinf(known) else int(known)], dtype=torch.int64, device=self.device)
-        counts = consensus.gathered(own, self.ranks).flatten().tolist()
-        self.unsized = -1 in counts or bool(self._trainer.reload_dataloaders_every_n_epochs)
+        own = [-1 if math.isinf(known) else int(known), self._may_end_early()]
+        table = consensus.gathered(torch.tensor(own, dtype=torch.int64, device=self.device), self.ranks)
+        counts, early = table.T.tolist()
+        self.unsized = -1 in counts or any(early) or bool(self._trainer.reload_dataloaders_every_n_epochs)
         if len(set(counts)) > 1 and min(counts) < needed:
             numbers = ", ".join("unknown" if count < 0 else str(count) for count in counts)
             raise ValueError(
@@ -97,26 +96,51 @@ class Rendezvous(Meeting):
                 "limit_train_batches"
             )
 
-    def vote(self) -> Tensor:
-        """See ``Meeting``."""
+    def _may_end_early(self) -> bool:
+        """Return whether an epoch of this rank may end before its last batch."""
+        loaders = self._trainer.fit_loop._combined_loader.flattened
+        streams = any(isinstance(getattr(each, "dataset", None), IterableDataset) for each in loaders)
+        hook = getattr(self._trainer.lightning_module.on_train_batch_start, "__qualname__", "")
+        return streams or hook != _BASE  # a hook may return -1
+
+    @property
+    def place(self) -> Place:
+        """Where this rank is."""
         loop, told = self._trainer.fit_loop, self.signals
-        place = self._where, loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready
-        words = [told.end, told.save, told.stop, *place, *(-each for each in place)]
-        return torch.cat([super().vote(), torch.tensor(words, dtype=torch.int64)])
+        return Place(self._where, told.halves, loop.epoch_loop.batch_progress.current.ready, told.stops)
+
+    def vote(self) -> Tensor:
+        """See ``Meeting``; each rank fills its own row of a table of places."""
+        places = torch.full((self.ranks.size, len(Place._fields)), -1, dtype=torch.int64)
+        places[self.ranks.rank] = torch.tensor(self.place, dtype=torch.int64)
+        words = torch.tensor([self.signals.end, self.signals.save], dtype=torch.int64)
+        return torch.cat([super().vote(), words, places.flatten()])
 
     def apply_votes(self, votes: Tensor) -> None:
         """See ``Meeting``."""
         super().apply_votes(votes)
-        _, _, end, save, stop, *place = votes.tolist()
-        if place[:3] != [-each for each in place[3:]]:
-            loop = self._trainer.fit_loop
+        places = [Place(*row) for row in votes[4:].view(self.ranks.size, -1).tolist()]
+        self._compare(places)
+        self.signals.agreed(bool(votes[2]), bool(votes[3]), places)
+
+    def comparable(self, place: Place) -> tuple[int, ...]:
+        """Return what has to be equal on all ranks."""
+        return place[:3]
+
+    def _compare(self, places: Sequence[Place]) -> None:
+        """Raise ValueError, on all ranks, if some of them are elsewhere."""
+        found = dict[tuple[int, ...], list[int]]()
+        for rank, place in enumerate(places):
+            found.setdefault(self.comparable(place), []).append(rank)
+        if len(found) > 1:
+            fewest, *_, most = sorted(found.values(), key=len)
             raise ValueError(
-                f"the ranks have different numbers of training batches: rank {self.ranks.rank} is at batch "
-                f"{loop.epoch_loop.batch_progress.current.ready} of epoch {loop.epoch_progress.current.processed}, and "
-                "another rank is not, or an optimizer's step was skipped on one of them. Give all ranks the same "
-                "number, or set limit_train_batches; in manual optimization, step on all ranks or on none"
+                f"the ranks have different numbers of training batches: rank {errors.listed([*map(str, fewest)])} is "
+                f"{places[fewest[0]]}, and rank {errors.listed([*map(str, most)])} {places[most[0]]}; or an "
+                "optimizer's step was skipped on one of them. Give all ranks the same number, or set "
+                "limit_train_batches; return -1 from on_train_batch_start on all ranks or on none; in manual "
+                "optimization, step on all ranks or on none"
             )
-        self.signals.agreed(bool(end), bool(save), bool(stop))
 
     def agree(self, own: Sequence[int] = (), where: int = STEP) -> list[int]:
         """See ``Meeting``; a SIGTERM of one rank ends all."""
@@ -125,6 +149,19 @@ class Rendezvous(Meeting):
             return super().agree(own)
         finally:
             self._where = STEP
+
+    def watch_stops(self) -> None:
+        """Let no rank stop alone: what sets ``trainer.should_stop`` is a request, until all ranks agree on it."""
+        if self.ranks.size > 1:
+            signals, loop = self.signals, self._trainer.fit_loop
+            signals.around(loop, "setup_data", then=signals.hold_back)  # after on_fit_start
+            signals.around(loop, "on_advance_start", then=signals.hold_back)  # on_train_epoch_start
+            signals.around(loop.epoch_loop, "on_advance_end", first=signals.hold_back)  # on_train_batch_end
+            signals.around(loop, "on_advance_end", then=self.end_epoch)
+
+    def end_epoch(self) -> None:
+        """Agree on what hooks at the end of an epoch have asked for. Collective."""
+        self.agree(where=ELSEWHERE)
 
     def next_batch(self) -> None:
         """Read the last answer if one is due, act on it, and ask again every ``EVERY`` batches.
@@ -190,99 +227,3 @@ class _Stream:
             return reduced
 
         return answer
-
-
-log = logging.getLogger(__name__)
-
-LOOP = "_broadcast_sigterm_tensor"
-"""Method of the training epoch loop: Lightning's broadcast after every batch."""
-HANDLERS = ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
-"""Methods of the signal connector, Lightning's handlers: one ends the job, one saves it and starts it again."""
-
-CLOCK = "_check_time_remaining"
-"""Method of Lightning's Timer: broadcasts whether the time limit is reached."""
-TIMERS = (("Timer", "pytorch.callbacks.timer"), ("Timer", "callbacks.timer"))
-"""Class name and module (after the package's name) of the Timer in lightning.pytorch and in pytorch_lightning."""
-
-
-class Signals:
-    """Replace Lightning's own agreement on signals for one fit; do nothing if Lightning's internals have changed.
-
-    Create it in the strategy's ``setup``, before the signal handlers are registered. Lightning acts on the ranks'
-    agreement at the end of the batch, as on a SIGTERM.
-
-    Args:
-        trainer: of the fit.
-
-    Attributes:
-        taken: whether Lightning's own agreement is replaced.
-        end: whether SIGTERM arrived on this rank.
-        save: whether the cluster's signal to save and requeue the run arrived on this rank.
-        stop: whether a Timer's limit is reached on this rank.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self._connector = trainer, trainer._signal_connector
-        loop = trainer.fit_loop.epoch_loop
-        broadcasts = [name for name in dir(loop) if name.startswith("_broadcast")]  # Lightning 2.5 has none
-        self.taken = broadcasts in ([], [LOOP]) and all(hasattr(self._connector, name) for name in HANDLERS)
-        self.end = self.save = self.stop = self._ends = False
-        self._due: Callable[[], None] | None = None
-        self._replaced: list[tuple[Any, str]] = []
-        if self.taken:
-            self._slurm = self._connector._slurm_sigusr_handler_fn
-            self._replace(loop, LOOP, lambda: None)
-            self._replace(self._connector, HANDLERS[0], self._note_end)
-            self._replace(self._connector, HANDLERS[1], self._note_save)
-
-    def _replace(self, owner: Any, name: str, by: Callable[..., None]) -> None:
-        vars(owner)[name] = by
-        self._replaced.append((owner, name))
-
-    def _note_end(self, number: int, _: Any) -> None:
-        launcher = self._trainer.strategy.launcher
-        if not self.end and launcher is not None:  # forwards the signal to the processes that it started
-            launcher.kill(number)
-        self.end = True
-
-    def _note_save(self, number: int, _: Any) -> None:
-        self.save = True
-
-    def watch_clocks(self) -> None:
-        """Make Timers note after each batch that their limit is reached; they broadcast only before the first."""
-        for timer in self._trainer.callbacks:
-            kinds = {(cls.__name__, cls.__module__.partition(".")[2]) for cls in type(timer).__mro__}
-            known = not kinds.isdisjoint(TIMERS) and hasattr(timer, CLOCK)
-            if known and timer._interval == "step":
-                self._replace(timer, CLOCK, functools.partial(self._note_time, timer))
-
-    def _note_time(self, timer: Any, _: Any) -> None:
-        left = timer.time_remaining()
-        self.stop = self.stop or (left is not None and left <= 0)
-
-    def agreed(self, end: bool, save: bool, stop: bool = False) -> None:
-        """Note what at least one rank was asked for, once all ranks know it."""
-        if stop and not self._trainer.should_stop:
-            rank_zero_info("lightning_compress: the time limit is reached; training stops")
-            self._trainer.should_stop = True
-        if save:
-            number = getattr(self._trainer.strategy.cluster_environment, "requeue_signal", None) or signal.SIGUSR1
-            self._due = lambda: self._slurm(number, None)
-            self.save = False
-        self._ends = self._ends or end
-        if self._ends and self._due is None:  # else save first: Lightning ends before the next batch
-            self._connector.received_sigterm = True
-
-    def act(self) -> None:
-        """Save if the ranks agreed to, then end if they agreed to; call it between two batches."""
-        due, self._due = self._due, None
-        if due is not None:
-            due()
-        if self._ends:
-            self._connector.received_sigterm = True
-
-    def release(self) -> None:
-        """Restore Lightning's own methods."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
-        self._replaced.clear()

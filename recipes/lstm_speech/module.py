@@ -91,7 +91,7 @@ class SpeechModule(Task):
         first: Any = self.model.get_submodule("layers.0")
         try:
             with torch.no_grad(), self.trainer.precision_plugin.forward_context():
-                first(torch.zeros(1, 1, first.input_size, dtype=torch.float32))
+                first(torch.zeros(1, 1, first.input_size, dtype=first.weight_ih_l0.dtype))
         except RuntimeError as error:  # oneDNN has no LSTM in bfloat16 without AVX-512, and none in float16 without AMX
             raise ValueError(
                 f"trainer.precision={self.trainer.precision}: PyTorch cannot run an LSTM so on this processor "

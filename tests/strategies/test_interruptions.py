@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_compress.strategies import rendezvous
+from lightning_compress.strategies import rendezvous, signals
 from lightning_compress.strategies.rendezvous import EVERY
 from tests.conformance.training import ByStep, train
 from tests.helpers.training import LATER, parameters, saving_on_exception
@@ -77,8 +77,8 @@ def _counted():
     with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcasts:
         trainer, _ = until(callbacks=[begun := Begun(broadcasts)])
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
-    assert not {rendezvous.LOOP, *rendezvous.HANDLERS} & {*vars(loop), *vars(connector)}
-    assert all(hasattr(connector, name) for name in rendezvous.HANDLERS)
+    assert not {signals.LOOP, *signals.HANDLERS} & {*vars(loop), *vars(connector)}
+    assert all(hasattr(connector, name) for name in signals.HANDLERS)
     return begun.broadcasts, begun.taken
 
 
@@ -101,9 +101,9 @@ def test_no_step_waits_for_a_broadcast_and_lightning_gets_its_own_back(pools):
 
 
 def _renamed():
-    with mock.patch.object(rendezvous, "LOOP", "_of_another_version"):
+    with mock.patch.object(signals, "LOOP", "_of_another_version"):
         trainer, _ = until(steps=3, callbacks=[begun := Begun(mock.Mock(call_count=0))])
-    return begun.taken, trainer.global_step, rendezvous.HANDLERS[0] in vars(trainer._signal_connector)
+    return begun.taken, trainer.global_step, signals.HANDLERS[0] in vars(trainer._signal_connector)
 
 
 @LATER  # a broadcast that could have another name
@@ -119,7 +119,8 @@ class Fake:
         self._signal_connector = self
         self.fit_loop = self.epoch_loop = self.strategy = self
         self.epoch_progress = self.batch_progress = self.current = self
-        self.processed = self.ready = 0
+        self.processed = self.started = self.ready = 0
+        self.should_stop = False
         self.launcher = None
         self._broadcast_sigterm_tensor = self._sigterm_notifier_fn = self._slurm_sigusr_handler_fn = print
 
@@ -149,7 +150,7 @@ def test_what_is_to_be_saved_is_saved_before_the_end(together):
     fake, done = Fake(), []
     fake.cluster_environment = None
     fake._slurm_sigusr_handler_fn = lambda *_: done.append(fake.received_sigterm)
-    noted = rendezvous.Signals(fake)
+    noted = signals.Signals(fake)
     noted.agreed(end=together, save=True)
     if not together:  # they meet again within the batch
         noted.agreed(end=True, save=False)
@@ -164,11 +165,11 @@ def test_clocks_of_either_package_are_only_read(package):
     timer = importlib.import_module(f"{package}.callbacks").Timer("00:00:00:01")
     fake = Fake()
     fake.callbacks = [timer]
-    noted = rendezvous.Signals(fake)
+    noted = signals.Signals(fake)
     noted.watch_clocks()
-    assert rendezvous.CLOCK in vars(timer)
+    assert signals.CLOCK in vars(timer)
     noted.release()
-    assert rendezvous.CLOCK not in vars(timer)
+    assert signals.CLOCK not in vars(timer)
 
 
 class Stream:

@@ -678,28 +678,31 @@ class Clock(Timer):
         return 10.0 * (self.steps() >= 5 - 2 * dist.get_rank())
 
 
-def _by_the_clock(kind):
+def _by_the_clock(kind, batches):
     clock = Clock(timedelta(seconds=1))
     clock.steps = lambda: chosen.attempts
     chosen = strategy(kind)
-    _, model = fit(chosen, callbacks=[clock], max_epochs=4)
+    _, model = fit(chosen, callbacks=[clock], max_epochs=4, limit_train_batches=batches)
     return chosen.attempts, parameters(model).numpy()
 
 
-@pytest.mark.parametrize(("kind", "at"), [("diloco", 6), ("streaming", 8)])
-def test_a_timer_ends_all_ranks_where_they_meet(pools, kind, at):
-    (first, end), (second, other) = pools[2].run(_by_the_clock, kind)
+@pytest.mark.parametrize(
+    ("kind", "batches", "at"), [("diloco", 20, 6), ("streaming", 20, 8), ("diloco", 4, 4), ("streaming", 4, 4)]
+)
+def test_a_timer_ends_all_ranks_where_they_meet(pools, kind, batches, at):
+    """After a round, or at the end of an epoch."""
+    (first, end), (second, other) = pools[2].run(_by_the_clock, kind, batches)
     assert first == second == at
     assert np.array_equal(end, other)
 
 
 def _terminated(folder, ranks, kind):
-    save = saving_on_exception(folder)
+    save, length = saving_on_exception(folder), {"limit_train_batches": 12, "max_epochs": 1}
     stopped = strategy(kind)
     with pytest.raises(SIGTERMException):
-        fit(stopped, ByStep, callbacks=[Terminated(ranks), save], max_epochs=3)
-    _, again = fit(strategy(kind), make=ByStep, resume=f"{folder}/stopped.ckpt", max_epochs=3)
-    _, whole = fit(strategy(kind), make=ByStep, max_epochs=3)
+        fit(stopped, ByStep, callbacks=[Terminated(ranks), save], **length)
+    _, again = fit(strategy(kind), make=ByStep, resume=f"{folder}/stopped.ckpt", **length)
+    _, whole = fit(strategy(kind), make=ByStep, **length)
     return stopped.attempts, parameters(again).equal(parameters(whole))
 
 
@@ -756,14 +759,18 @@ def test_what_cannot_work_is_refused_by_name(arguments, said):
         LocalSGDStrategy(**arguments)
 
 
-class Late(ByStep):
-    """A layer is frozen before the fit, and trained later."""
-
-    ranks = (0, 1)
+class Frozen(ByStep):
+    """A layer is frozen before the fit."""
 
     def __init__(self, optimizer):
         super().__init__(optimizer)
         self.head[0].requires_grad_(False)
+
+
+class Late(Frozen):
+    """It is trained later."""
+
+    ranks = (0, 1)
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.global_step >= 4 and dist.get_rank() in self.ranks:
@@ -841,6 +848,13 @@ class LateOnOne(Late):
     ranks = (1,)
 
 
+class Thaws(Callback):
+    """Does so without a hook of the model, which could end an epoch early."""
+
+    def on_train_batch_start(self, trainer, module, *_):
+        module.head[0].requires_grad_(trainer.global_step >= 4 and dist.get_rank() == 1)
+
+
 def streams():
     """Rank 1 has two batches more."""
     return DataLoader(Stream(2), batch_size=None)
@@ -856,10 +870,12 @@ def _refused(what):
         "late streaming": lambda: fit(strategy("streaming"), make=LateOnOne),
         "late averaged": lambda: fit(strategy("diloco", averaged_steps=9), make=LateOnOne),
         "stream": lambda: fit(strategy("diloco"), Logged, data=streams(), limit_train_batches=1.0),
+        "streaming": lambda: fit(strategy("streaming"), Logged, data=streams(), limit_train_batches=1.0),
         "averaged": lambda: fit(strategy("diloco", averaged_steps=9), data=streams(), limit_train_batches=1.0),
         "grows": lambda: fit(strategy("diloco"), make=Grows),
         "loads": lambda: fit(strategy("diloco"), make=LoadsByRank),
-        "evaluated": lambda: fit(LocalSGDStrategy(20), LateOnOne, val_check_interval=2, limit_train_batches=5),
+        "evaluated": lambda: fit(LocalSGDStrategy(20), Frozen, callbacks=[Thaws()], limit_train_batches=5),
+        "evaluated again": lambda: fit(LocalSGDStrategy(20), LateOnOne, val_check_interval=2, limit_train_batches=5),
         "raise": lambda: fit(strategy("diloco", on_nonfinite="raise"), make=Overflows),
     }
     with pytest.raises((ValueError, FloatingPointError)) as caught:
@@ -878,9 +894,11 @@ def _refused(what):
         ("late streaming", "begun to train different parameters"),
         ("late averaged", "begun to train different parameters"),
         ("stream", "different numbers of training batches: rank"),
+        ("streaming", "different numbers of training batches: rank"),
         ("averaged", "different numbers of training batches: rank"),
         ("grows", "the buffer 'cache' became torch.float32 of shape (3,)"),
         ("evaluated", "the ranks' models are not alike"),
+        ("evaluated again", "begun to train different parameters"),
         ("loads", "1 parameters differ over the ranks before the first step, among them head.0.bias"),
         ("raise", "not finite"),
     ],

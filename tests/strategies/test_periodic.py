@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from lightning_compress.core.errors import ExchangeError
 from lightning_compress.strategies.constructors import constructor
 from lightning_compress.strategies.periodic import PeriodicMixin
-from lightning_compress.strategies.rendezvous import CLOCK, HANDLERS, LOOP
 from lightning_compress.strategies.resume import _checked
+from lightning_compress.strategies.signals import CLOCK, HANDLERS, LOOP
 from tests.conformance.test_interrupted import _slurm as slurm_job
 from tests.helpers.training import LATER, Net, digits, loader, parameters, quiet_trainer, saving_on_exception
 from tests.strategies.averaging import Averaging, Mean
@@ -408,20 +408,20 @@ class Terminated(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _terminated(folder, ranks):
+def _terminated(folder, ranks, batches):
     save = saving_on_exception(folder)
-    strategy = Averaging()
+    strategy, length = Averaging(), {"limit_train_batches": batches, "max_epochs": 8 // batches}
     with pytest.raises(SIGTERMException):
-        fit(strategy, ByStep, callbacks=[Terminated(ranks), save])
+        fit(strategy, ByStep, callbacks=[Terminated(ranks), save], **length)
     stopped = strategy.attempts
-    _, again = fit(make=ByStep, resume=f"{folder}/stopped.ckpt")
-    _, whole = fit(make=ByStep)
+    _, again = fit(make=ByStep, resume=f"{folder}/stopped.ckpt", **length)
+    _, whole = fit(make=ByStep, **length)
     return stopped, parameters(again).equal(parameters(whole))
 
 
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
-def test_sigterm_ends_the_run_on_all_ranks_where_they_meet(pools, tmp_path, ranks):
-    assert pools[2].run(_terminated, str(tmp_path), ranks) == [(6, True)] * 2
+@pytest.mark.parametrize(("ranks", "batches", "at"), [((1,), 8, 6), ((0, 1), 8, 6), ((1,), 4, 4)])
+def test_sigterm_ends_the_run_on_all_ranks_where_they_meet(pools, tmp_path, ranks, batches, at):
+    assert pools[2].run(_terminated, str(tmp_path), ranks, batches) == [(at, True)] * 2
 
 
 class Requeued(Callback):
@@ -435,23 +435,28 @@ class Requeued(Callback):
             os.kill(os.getpid(), signal.SIGUSR1)
 
 
-def _requeued(folder, step):
+def _requeued(folder, step, batches):
     before = os.environ.copy()
     os.environ.update(slurm_job(folder))
     try:
-        options = {"plugins": [SLURMEnvironment()], "default_root_dir": folder}
+        length = {"limit_train_batches": batches, "max_epochs": 8 // batches}
+        options = {"plugins": [SLURMEnvironment()], "default_root_dir": folder, **length}
         _, whole = fit(make=ByStep, callbacks=[Requeued(step)], **options)
     finally:
         os.environ.clear()
         os.environ.update(before)
     saved = torch.load(f"{folder}/hpc_ckpt_1.ckpt", weights_only=True)["global_step"]
-    _, again = fit(make=ByStep, resume="hpc", default_root_dir=folder)
+    _, again = fit(make=ByStep, resume="hpc", default_root_dir=folder, **length)
     return saved, parameters(again).equal(parameters(whole))
 
 
-@pytest.mark.parametrize(("step", "saved"), [(4, 6), (7, 8)], ids=["in a round", "in the last one"])
-def test_a_job_that_is_to_be_started_again_is_saved_by_all_ranks_between_two_batches(pools, tmp_path, step, saved):
-    assert pools[2].run(_requeued, str(tmp_path), step) == [(saved, True)] * 2
+@pytest.mark.parametrize(
+    ("step", "batches", "saved"),
+    [(4, 8, 6), (4, 4, 4), (7, 4, 8)],
+    ids=["in a round", "at the end of an epoch", "in the last round"],
+)
+def test_a_job_that_is_to_be_started_again_is_saved_between_two_batches(pools, tmp_path, step, batches, saved):
+    assert pools[2].run(_requeued, str(tmp_path), step, batches) == [(saved, True)] * 2
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
