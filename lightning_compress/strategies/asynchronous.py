@@ -162,6 +162,7 @@ class AsyncGossipMixin(PeriodicMixin):
             rank_zero_info(
                 "lightning_compress: each rank goes on with its own model, from its own step; what follows is not bit "
                 "for bit what would have followed, because nobody knows when neighbours ask"
+                f"{'; an interrupted epoch begins again, because share_work=True' * self.synchroniser.share_work}"
             )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
