@@ -346,3 +346,21 @@ def test_settings_that_cannot_work_are_refused_at_construction(arguments, said):
 @pytest.mark.parametrize("given", [None, "none", {"name": "none"}, Dense()])
 def test_exact_averages_by_any_name(given):
     assert AsyncGossipStrategy(compressor=given).synchroniser._settings.compressor is None
+
+
+def _unequal():
+    """What is said where the ranks that do not share their batches have 6, 5, ... of them."""
+    rank = dist.get_rank()
+    trainer = quiet_trainer(AsyncGossipStrategy(share_work=False), max_epochs=1, use_distributed_sampler=False)
+    try:
+        trainer.fit(Net(), loader(digits(rank, 16 * (6 - rank))))
+    except ValueError as error:
+        return str(error)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_do_not_share_batches_need_equally_many(pools, size):
+    numbers = ", ".join(map(str, (6, 5, 4)[:size]))
+    for said in pools[size].run(_unequal):
+        assert f"different numbers of training batches ({numbers}, by rank)" in said
