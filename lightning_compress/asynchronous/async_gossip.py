@@ -57,7 +57,7 @@ class AsyncGossip(Synchroniser):
         compressor: "auto" or "none" for float32, which "adpsgd" sends 8 bytes a parameter and average of. Of "adpsgd",
             "moniqua" and its settings, with 8 or 4 bits; of "ssp", any codec.
         share_work: ranks take their batches from one list, so that a slow rank takes fewer in an epoch. False: every
-            rank has as many, and at an epoch's end all wait for the slowest.
+            rank has as many, and all wait for the slowest where they meet.
         answer_timeout: seconds after which a rank that does not answer is taken for dead; above 0.
         buffers: see ``Gossip``.
         seed: of all randomness, 0 or more; None is 0.
@@ -67,6 +67,7 @@ class AsyncGossip(Synchroniser):
         paused: whether no model changes but by its own rank; see ``pause``.
         called: whether some rank has called all others together; then ``join`` is due.
         on_call: what to do while this rank waits for others who call it; ``join`` must be part of it.
+        work: this rank's state of the batches that all share, as a checkpoint has it, or None.
 
     Raises:
         ValueError: a name or setting is unknown, or a value is out of range.
@@ -76,6 +77,7 @@ class AsyncGossip(Synchroniser):
     meters: Sequence[Meter] = ()
     paused = True
     on_call: Callable[[], object]
+    work: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -134,7 +136,7 @@ class AsyncGossip(Synchroniser):
         self.counted = CountingCollective(self._apart, self.meter)
         self._joined, self._sent, self.paused = 0, 0, True
         self._furthest, self._sent_to = 0, dict[int, int]()
-        self._consensus = self.waited = 0.0
+        self._consensus, self.waited, self.work = 0.0, 0.0, None
         self._links = None
         self._method, peers = self._begun(trained)
         if ranks.size > 1:
@@ -208,7 +210,7 @@ class AsyncGossip(Synchroniser):
     # where all ranks meet
 
     def take(self, number: int) -> int:
-        """Take a batch of the epoch: return how many all ranks have taken; see ``SharedBatches``."""
+        """Take a batch of the ``number``-th list: return how many all ranks have taken of it; see ``SharedBatches``."""
         with self._named():
             return self._board.add((BATCHES, number))
 
@@ -331,7 +333,7 @@ class AsyncGossip(Synchroniser):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See ``Synchroniser``. The run after it is another one: what ranks ask, and when, is never the same."""
-        self.attempts = state["attempts"]
+        self.attempts, self.work = state["attempts"], state.get("work")
         self._meet_furthest()
         self._method.load_state_dict(state["method"])
 

@@ -20,13 +20,16 @@ from lightning_compress.strategies.common import register
 from lightning_compress.strategies.constructors import constructor
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.rendezvous import EVERY, Rendezvous
-from lightning_compress.strategies.signals import END, STEP, Place
+from lightning_compress.strategies.sidecar import Tree
+from lightning_compress.strategies.signals import ELSEWHERE, END, STEP, Place
 
 NAMES: dict[str, dict[str, object]] = {
     "async_gossip": {},
     "async_gossip_moniqua": {"compressor": "moniqua"},
 }
 """Arguments of ``AsyncGossipStrategy`` by registered name."""
+PASSES = 1 << 24
+"""Passes over one list of batches at most, so that each list has numbers of its own."""
 _ALONE = "give share_work=False, so that every rank has as many batches"
 
 
@@ -106,6 +109,8 @@ class AsyncGossipMixin(PeriodicMixin):
     rendezvous: AsyncRendezvous
     _share_work: bool | None = None
     """As the user gave it."""
+    _shared_batches: Sequence[SharedBatches] = ()
+    """Of this fit, in the order in which they were made."""
     _training_data = False
     """Whether the loaders of the training are being made."""
 
@@ -123,6 +128,7 @@ class AsyncGossipMixin(PeriodicMixin):
         self.synchroniser.on_call = self._hold
         self._making(False)  # an earlier fit may have failed in between
         made.signals.around(trainer.fit_loop, "setup_data", partial(self._making, True), partial(self._making, False))
+        self._shared_batches = []
         if self.synchroniser.share_work:
             check_shared_work(trainer)
         return made
@@ -149,11 +155,33 @@ class AsyncGossipMixin(PeriodicMixin):
                 f"of a DataLoader with Lightning's own DistributedSampler can be shared among ranks; {_ALONE}"
             )
         whole = DistributedSampler[Any](dataloader.dataset, 1, 0, old.shuffle, old.seed)
-        size, last = dataloader.batch_size, dataloader.drop_last
-        batches = SharedBatches(whole, size, last, self.global_rank, self.world_size, self.synchroniser.take)
+        size, last, place = dataloader.batch_size, dataloader.drop_last, len(self._shared_batches) * PASSES
+        take = lambda number: self.synchroniser.take(place + number)  # noqa: E731  # lists of several loaders differ
+        batches = SharedBatches(whole, size, last, self.global_rank, self.world_size, take)
+        self._go_on(batches)
         shared = copy.copy(dataloader)  # with workers and all else; attributes of a loader cannot be set
         vars(shared).update(batch_sampler=batches, sampler=whole)
         return super().process_dataloader(shared)
+
+    def _go_on(self, batches: SharedBatches) -> None:
+        """Go on in the epoch in which a checkpoint was saved. Collective."""
+        loop, work = self._trainer.fit_loop, self.synchroniser.work
+        epoch, progress = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress
+        batches.sampler.set_epoch(epoch)  # Lightning does so after the first batch was taken
+        self._shared_batches = [*self._shared_batches, batches]
+        if work is not None:
+            ended = progress.is_last_batch and progress.current.ready == progress.current.processed
+            done, rendezvous, self.synchroniser.work = progress.current.processed, self.rendezvous, None
+            most = lambda own: rendezvous.agree(own, ELSEWHERE)  # noqa: E731
+            if batches.load_state_dict(work, epoch, done, ended, most):
+                progress.is_last_batch = False  # all ranks have the progress of rank 0, which may have ended first
+
+    def _tree(self) -> Tree:
+        tree = super()._tree()
+        if len(self._shared_batches) == 1:  # of several, each would have another share
+            done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
+            tree["own"]["work"] = self._shared_batches[0].state_dict(done)
+        return tree
 
     def on_train_start(self) -> None:
         """See ``PeriodicStrategy``; log what a resumed run is."""
@@ -162,7 +190,6 @@ class AsyncGossipMixin(PeriodicMixin):
             rank_zero_info(
                 "lightning_compress: each rank goes on with its own model, from its own step; what follows is not bit "
                 "for bit what would have followed, because nobody knows when neighbours ask"
-                f"{'; an interrupted epoch begins again, because share_work=True' * self.synchroniser.share_work}"
             )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -233,6 +260,7 @@ def check_shared_work(trainer: Any) -> None:
     """
     counted = {
         f"max_steps={trainer.max_steps}": trainer.max_steps != -1,
+        f"min_steps={trainer.min_steps}": trainer.min_steps is not None,
         f"limit_train_batches={trainer.limit_train_batches}": trainer.limit_train_batches != 1.0,
         f"val_check_interval={trainer.val_check_interval}": trainer.val_check_interval != 1.0,
         f"overfit_batches={trainer.overfit_batches}": trainer.overfit_batches != 0.0,

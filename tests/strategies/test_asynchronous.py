@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_compress import AsyncGossipStrategy
 from lightning_compress.codecs import Dense, TopK
@@ -195,6 +197,81 @@ def test_sigterm_of_one_rank_ends_all_and_each_goes_on_from_its_step(pools, tmp_
         assert 1 <= step == again
 
 
+class Records(Validated):
+    """Which images it has trained, by epoch; rank 1 takes a while for each batch."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.trained = []
+
+    def training_step(self, batch, batch_idx):
+        images, labels, places = batch
+        time.sleep(0.03 if dist.get_rank() == 1 else 0.005)
+        self.trained += [(self.current_epoch, place) for place in places.tolist()]
+        return super().training_step((images, labels), batch_idx)
+
+
+class Interrupted(Terminated):
+    """In the second epoch."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.current_epoch:
+            super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+
+def _numbered(several=False):
+    images, labels = digits(0, 480).tensors
+    made = DataLoader(TensorDataset(images, labels, torch.arange(480)), 16, shuffle=True)
+    return {"first": made, "second": made} if several else made
+
+
+def _trained(method, data, resume=None, callbacks=(), make=Records, **options):
+    torch.manual_seed(1)
+    model = make("adamw")
+    trainer = quiet_trainer(
+        AsyncGossipStrategy(**method), callbacks=list(callbacks), num_sanity_val_steps=0, **{"max_epochs": 2, **options}
+    )
+    with suppress(SIGTERMException):
+        trainer.fit(model, data, loader(digits(5, 96)), ckpt_path=resume)
+    return model.trained
+
+
+def _interrupts(folder, method, rank):
+    callbacks = [Interrupted(rank), saving_on_exception(folder)]
+    before = _trained(method, _numbered(), callbacks=callbacks, enable_checkpointing=True)
+    return before, _trained({**method, "strict_state": True}, _numbered(), f"{folder}/stopped.ckpt")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["8 bits", "ssp"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_interrupted_epoch_goes_on_with_the_batches_that_nobody_has_trained(pools, tmp_path, size, name, rank):
+    found = pools[size].run(_interrupts, str(tmp_path), METHODS[name], rank)
+    assert 0 < sum(len(again) for _, again in found) < 480
+    trained = [each for before, again in found for each in before + again]
+    assert {*trained} == {(epoch, place) for epoch in (0, 1) for place in range(480)}
+    assert len(trained) <= 960 + 16 * (size - 1)  # a rank that had ended the epoch before the others repeats a batch
+
+
+class RecordsSeveral(Records):
+    """Of two loaders, it notes the second one's."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["second"], batch_idx)
+
+
+def _each_epoch(several):
+    make = RecordsSeveral if several else Records
+    return _trained({}, _numbered(several), make=make, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_loaders_that_are_built_again_and_several_have_lists_of_their_own(pools, several):
+    first, second = pools[2].run(_each_epoch, several)
+    assert {*first, *second} == {(epoch, place) for epoch in range(3) for place in range(480)}
+    assert several or len(first) + len(second) == 3 * 480
+
+
 class Late(Validated):
     """Rank 1 is still in its first batch when others have stepped."""
 
@@ -273,6 +350,7 @@ class Talks(Validated):
 REFUSED = [
     ({}, {"make": Talks}, "a training step talks to all ranks"),
     ({}, {"max_steps": 5}, "max_steps=5: ranks that share their batches"),
+    ({}, {"min_steps": 5}, "min_steps=5: ranks that share their batches"),
     ({}, {"limit_train_batches": 4}, "limit_train_batches=4"),
     ({}, {"val_check_interval": 0.5}, "val_check_interval=0.5"),
     ({}, {"callbacks": [ModelCheckpoint("unused", every_n_train_steps=2)]}, "every_n_train_steps=2"),
