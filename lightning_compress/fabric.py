@@ -176,8 +176,7 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
         manifests = dict[str, Any]()
         trained = self._trained(state)
         for compression, ending in trained.items():
-            if compression.active:  # Fabric says of no step that it is the last
-                compression.compare_ranks(now=True)
+            compression.compare_ranks(now=True)  # Fabric says of no step that it is the last
             key = ending if len(trained) > 1 else ""
             content: dict[str, Any] = {"optimizer_states": []}
             save_compression(self._resume, self.checkpoint_io, f"{path}{key}", content, compression)

@@ -89,7 +89,7 @@ def attach(
 
     def compare() -> None:
         """Compare the ranks, unless an error ends this one's training alone."""
-        if compression.active and dist.is_initialized() and sys.exc_info()[0] is None:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
             with errors.called_by_all("compression.close()"):
                 compression.compare_ranks(now=True)
 

@@ -307,7 +307,7 @@ class Compression:
 
     def compare_ranks(self, now: bool = False) -> None:
         """Compare the ranks if it is due, or now, between two steps. Collective; see ``DriftGuard.compare``."""
-        if self._stepped or now:
+        if self.active and (self._stepped or now):
             self._drift.compare(self.step, now)
 
     def before_backward(self) -> None:

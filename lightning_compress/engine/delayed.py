@@ -212,7 +212,7 @@ class DelayedCompression(Compression):
 
     def compare_ranks(self, now: bool = False) -> None:
         """See ``Compression``."""
-        if now or self._drift.due(self.begun):
+        if self.active and (now or self._drift.due(self.begun)):
             self.settle()
             super().compare_ranks(now)
 

@@ -154,18 +154,17 @@ def hyperparameters(optimizers: Iterable[Optimizer]) -> dict[str, list[object]]:
     values: dict[str, list[object]] = {}
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         for name, value in group.items():
-            plain = _plain(value) if name != "params" else ()
-            if plain:
-                values.setdefault(name, []).extend(plain)
+            if name != "params" and (scalars := _scalars(value)):
+                values.setdefault(name, []).extend(scalars)
     return values
 
 
-def _plain(value: object) -> list[object]:
+def _scalars(value: object) -> list[object]:
     """Return the numbers and texts of a hyperparameter, which may be a tensor or a pair such as betas."""
     if isinstance(value, (list, tuple)):
-        return [part for each in value for part in _plain(each)]
+        return [part for each in value for part in _scalars(each)]
     if isinstance(value, Tensor):
-        return _plain(value.tolist())
+        return _scalars(value.tolist())
     return [value] if value is None or isinstance(value, (int, float, str)) else []
 
 

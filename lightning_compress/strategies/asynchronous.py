@@ -156,8 +156,14 @@ class AsyncGossipMixin(PeriodicMixin):
             )
         whole = DistributedSampler[Any](dataloader.dataset, 1, 0, old.shuffle, old.seed)
         size, last, place = dataloader.batch_size, dataloader.drop_last, len(self._shared_batches) * PASSES
-        take = lambda number: self.synchroniser.take(place + number)  # noqa: E731  # lists of several loaders differ
-        batches = SharedBatches(whole, size, last, self.global_rank, self.world_size, take)
+        batches = SharedBatches(
+            whole,
+            size,
+            last,
+            self.global_rank,
+            self.world_size,
+            lambda number: self.synchroniser.take(place + number),  # lists of several loaders differ
+        )
         self._go_on(batches)
         shared = copy.copy(dataloader)  # with workers and all else; attributes of a loader cannot be set
         vars(shared).update(batch_sampler=batches, sampler=whole)
@@ -171,9 +177,8 @@ class AsyncGossipMixin(PeriodicMixin):
         self._shared_batches = [*self._shared_batches, batches]
         if work is not None:
             ended = progress.is_last_batch and progress.current.ready == progress.current.processed
-            done, rendezvous, self.synchroniser.work = progress.current.processed, self.rendezvous, None
-            most = lambda own: rendezvous.agree(own, ELSEWHERE)  # noqa: E731
-            if batches.load_state_dict(work, epoch, done, ended, most):
+            done, self.synchroniser.work = progress.current.processed, None
+            if batches.load_state_dict(work, epoch, done, ended, partial(self.rendezvous.agree, where=ELSEWHERE)):
                 progress.is_last_batch = False  # all ranks have the progress of rank 0, which may have ended first
 
     def _tree(self) -> Tree:

@@ -156,7 +156,7 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         tell(self.report(), trainer.callbacks)
         if self._rendezvous is not None:
             self._rendezvous.finish()
-        if self._compression is not None and self._compression.active:
+        if self._compression is not None:
             self._compression.compare_ranks(now=True)
 
     def pre_backward(self, closure_loss: Any) -> None:

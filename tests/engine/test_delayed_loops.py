@@ -264,19 +264,15 @@ def stateful(run):
 def not_in_the_first(run):
     """The first step has nothing to apply, and the user knows."""
     optimizer = run.sgd()
-    for batch in range(BATCHES):
-        optimizer.zero_grad()
-        run.backward(batch)
-        if batch:
-            optimizer.step()
-        yield
-    run.compression.reset()
-    for batch in range(BATCHES):
-        optimizer.zero_grad()
-        run.backward(batch)
-        if batch:
-            optimizer.step()
-        yield
+    for first in (True, False):
+        if not first:
+            run.compression.reset()
+        for batch in range(BATCHES):
+            optimizer.zero_grad()
+            run.backward(batch)
+            if batch:
+                optimizer.step()
+            yield
 
 
 def discarded(run):
