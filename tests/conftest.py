@@ -12,7 +12,12 @@ if not torch.cuda.is_available():
 from tests.helpers import labs, link
 from tests.helpers.data import public_data
 from tests.helpers.processes import Pools
-from tests.turns import mark_thorough
+from tests.turns import TURN, VARIABLE, mark_thorough
+
+
+def pytest_report_header():
+    """Which of the cases run that turn with the week."""
+    return f"turn {TURN}: {VARIABLE}={TURN} repeats it in another week"
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not wanted are left out

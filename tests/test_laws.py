@@ -26,7 +26,7 @@ from lightning_compress.settings.compensation import automatic
 from lightning_compress.testing import thread_ranks
 from lightning_compress.testing.vectors import CPU, DENSE, LARGE, SMALL, make
 from tests.cases import CASES, unbiased_cases
-from tests.helpers.sizes import by_turns
+from tests.turns import TURN, by_turns, pairwise
 
 SPARSE = ["recursive_doubling", "butterfly", "run_length"]
 """Exchanges of sums, for methods that send few elements; the last takes any, of which these are enough."""
@@ -98,7 +98,7 @@ def promised(codec, exchange, size):
 
 
 def grid():
-    """Every method by every exchange at every size; of what stands for completeness one, by turns, if not thorough."""
+    """Every method by every exchange at every size. Not thorough: a pairwise cover, and little of contrib, by turns."""
     every = [
         (case, exchange, size)
         for case in CASES
@@ -106,20 +106,20 @@ def grid():
         for size in SIZES
         if can_travel(case, exchange, size)
     ]
-    taken = [each for each in every if not each[0].contrib and each[1] in CORE]
+    taken = pairwise([(case.name, *where) for case, *where in every if not case.contrib and where[0] in CORE])
     for number, case in enumerate(each for each in CASES if each.contrib):
         own = [each for each in every if each[0] is case and each[1] in CORE and each[2] > 1]
-        taken.append(own[number % len(own)])
+        taken.add((case.name, *own[(number + TURN) % len(own)][1:]))
     for exchange in (each for each in PATTERNS if each not in CORE):
         for size in SIZES:
-            own = [each for each in every if not each[0].contrib and each[1:] == (exchange, size)]
-            taken += own[size % len(own) :][:1]
-    names = {(case.name, *where) for case, *where in taken}
+            own = [case.name for case in CASES if not case.contrib and can_travel(case, exchange, size)]
+            if own:
+                taken.add((own[(size + TURN) % len(own)], exchange, size))
     return [
         pytest.param(
             *(case, exchange, size),
             id=f"{case.name}-{exchange}-{size}",
-            marks=() if (case.name, exchange, size) in names else pytest.mark.thorough,
+            marks=() if (case.name, exchange, size) in taken else pytest.mark.thorough,
         )
         for case, exchange, size in every
     ]

@@ -1,11 +1,19 @@
-"""Where a test has many cases of one kind, every n-th runs in each run of the tests; all run with ``-m thorough``.
+"""Where a test has many cases of one kind, some run in each run of the tests, others next week; all ``-m thorough``.
 
-The laws (``tests/test_laws.py``, ``tests/codecs/test_laws.py``) are thinned only where they run over sockets as well.
+The laws (``tests/test_laws.py``) run over a pairwise cover of their cases, which turns with the week too.
 """
 
-from collections import Counter
+import os
+from collections import defaultdict
+from datetime import date
+from itertools import combinations
+from random import Random
 
 import pytest
+
+VARIABLE = "LIGHTNING_COMPRESS_TURN"
+TURN = int(os.environ.setdefault(VARIABLE, str(date.today().toordinal() // 7)))  # workers take the first process's
+"""The number of the week, or of the week whose tests are to be repeated."""
 
 EVERY = {
     "backward/test_factor_passes.py": 3,
@@ -80,17 +88,51 @@ def _share(name):
 
 
 def mark_thorough(items):
-    """Leave all cases but every n-th to the thorough tests.
+    """Leave all cases but this turn's to the thorough tests.
 
     Args:
         items: the collected tests.
     """
-    seen = Counter()
+    cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("thorough"):
-            continue
-        name = item.nodeid.split("[")[0]
+        if not item.get_closest_marker("thorough"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for name, own in cases.items():
         share = _share(name)
-        if share != 1 and (not share or seen[name] % share):
-            item.add_marker(pytest.mark.thorough)
-        seen[name] += 1
+        first = TURN % min(share, len(own)) if share else len(own)
+        for number, item in enumerate(own):
+            if number < first or (share and (number - first) % share):
+                item.add_marker(pytest.mark.thorough)
+
+
+def by_turns(names, sizes=(2, 3, 4, 8), take=2, label=lambda each: getattr(each, "name", each)):
+    """Pairs of a name and a world size: ``take`` sizes of each name by turns, the others with the thorough tests."""
+    pairs = []
+    apart = len(sizes) // take
+    for number, name in enumerate(names):
+        taken = sizes[(number + TURN) % apart :: apart]
+        for size in sizes:
+            marks = () if size in taken else pytest.mark.thorough
+            pairs.append(pytest.param(name, size, id=f"{label(name)}-{size}", marks=marks))
+    return pairs
+
+
+def pairwise(rows):
+    """Few of the rows, others in each turn: any two columns' values that meet in a row of all meet in one of these.
+
+    Args:
+        rows: tuples of equally many values.
+
+    Returns:
+        A set of rows, by a greedy choice.
+    """
+    rows = Random(TURN).sample(rows, len(rows))
+    met = {
+        row: {(*places, *map(row.__getitem__, places)) for places in combinations(range(len(row)), 2)} for row in rows
+    }
+    left, cover = set().union(*met.values()), set()
+    while left:
+        best = max(rows, key=lambda row: len(met[row] & left))
+        cover.add(best)
+        left -= met[best]
+    return cover

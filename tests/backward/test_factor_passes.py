@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.backward.test_sufficient_factors import data, gradients, wrapped
-from tests.helpers.sizes import by_turns
+from tests.turns import by_turns
 
 LAYERS = ["first", "twice", "third", "head"]
 

@@ -15,7 +15,7 @@ from lightning_compress.backward import sufficient_factors as sf
 from lightning_compress.backward.sufficient_factors import decision
 from lightning_compress.backward.sufficient_factors.decision import choose
 from lightning_compress.backward.sufficient_factors.factored_layer import Layer
-from tests.helpers.sizes import by_turns
+from tests.turns import by_turns
 
 LINK = {"latency_s": 1e-6, "bytes_per_s": 1e7}
 

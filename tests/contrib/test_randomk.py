@@ -15,8 +15,8 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import EXCHANGES, TwoShot
 from lightning_compress.exchanges.message import Section
 from tests.codecs.helpers import CPU, layout, make
-from tests.helpers.sizes import by_turns
 from tests.reference import ternary as reference
+from tests.turns import by_turns
 
 NUMEL = 1000
 

@@ -10,7 +10,7 @@ from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.exchanges import Butterfly, OkTopK, RecursiveDoubling, RunLength
 from tests.exchanges.test_exchanges import LAYOUT, _over_sockets, check, mean, partly
 from tests.fuzz.exchanging import Liar
-from tests.helpers.sizes import by_turns
+from tests.turns import by_turns
 
 SPARSE = {
     "recursive_doubling": RecursiveDoubling(),

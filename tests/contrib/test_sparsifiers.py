@@ -17,8 +17,8 @@ from lightning_compress.contrib.codecs.wangni import Wangni
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.workspace import CHUNK
 from tests.codecs.helpers import CPU, KINDS, layout, make, trip
-from tests.helpers.sizes import by_turns
 from tests.reference import sparse as reference
+from tests.turns import by_turns
 
 modest = settings(deadline=None, derandomize=True, max_examples=60)
 short = st.builds(make, st.sampled_from(KINDS), st.integers(1, 6000), st.integers(0, 99))

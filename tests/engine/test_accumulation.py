@@ -14,8 +14,8 @@ from lightning_compress.contrib.reducers.signsgd import SignSGD
 from lightning_compress.corrections import DGC, OneBitAdam
 from lightning_compress.engine.accumulation import Passes
 from lightning_compress.exchanges import TwoShot
-from tests.helpers.sizes import by_turns
 from tests.helpers.training import Net, fit, parameters
+from tests.turns import by_turns
 
 NO_MEANS = {
     "dgc": ({"compressor": DGC(density=0.05)}, 0.3),

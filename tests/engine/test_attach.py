@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
-from tests.helpers.sizes import by_turns
+from tests.turns import by_turns
 
 
 class TwoHeads(nn.Module):

@@ -15,8 +15,8 @@ from lightning_compress.codecs import Codec
 from lightning_compress.engine import checks
 from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
-from tests.helpers.sizes import by_turns
 from tests.helpers.training import digits
+from tests.turns import by_turns
 
 ALL = {"name": "topk", "density": 1.0}
 STEPS, RATE, MOMENTUM, BATCH = 30, 0.05, 0.9, 16

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import attach
-from tests.helpers.sizes import by_turns
+from tests.turns import by_turns
 
 ALL = {"name": "topk", "density": 1.0}
 BATCHES = 6

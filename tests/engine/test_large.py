@@ -9,7 +9,7 @@ from lightning_compress.collectives import run_threads
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
-from tests.helpers.sizes import by_turns
+from tests.turns import by_turns
 
 SHAPE = (61, 67)
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import CompressedDDPStrategy, attach
-from tests.helpers.sizes import by_turns
 from tests.helpers.training import fit
+from tests.turns import by_turns
 
 
 class SeveralBackwards(pl.LightningModule):

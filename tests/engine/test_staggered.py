@@ -15,8 +15,8 @@ from lightning_compress.corrections import DGC
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
-from tests.helpers.sizes import by_turns
 from tests.helpers.training import Net, fit, parameters
+from tests.turns import by_turns
 
 EVERY = 4
 """Passes for each step of the slow optimizer; the fast one steps with each."""

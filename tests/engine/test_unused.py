@@ -18,7 +18,7 @@ from lightning_compress.engine.group import Group
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
-from tests.helpers.sizes import by_turns
+from tests.turns import by_turns
 
 CPU = torch.device("cpu")
 PARAMETERS = [("body", (37, 61)), ("bias", (37,)), ("unused", (29, 43)), ("words", (61, 33)), ("last", (23, 47))]

@@ -24,7 +24,7 @@ from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import Link, Speeds, device_seconds, wire_seconds
 from lightning_compress.reducers import PowerSGD
 from tests.cases import CASES
-from tests.helpers.sizes import by_turns
+from tests.turns import by_turns
 
 CPU = torch.device("cpu")
 SLOW = Link(1e-6, 1e7)

@@ -23,11 +23,11 @@ from tests.conformance.training import ByStep, outcome, train
 from tests.engine.test_delayed import ALL, MOMENTUM, RATE, batches, delayed_sgd, flat, network
 from tests.engine.test_modes import TwoOptimizers
 from tests.helpers.lives import live
-from tests.helpers.sizes import by_turns
 from tests.helpers.training import Net, fit, quiet_trainer
 from tests.strategies.test_report import Measures, _said
 from tests.strategies.test_resume import KEEPERS, METHODS, interrupted
 from tests.strategies.test_resume import fit as fit_epochs
+from tests.turns import by_turns
 
 DELAY = {"delay": 1}
 

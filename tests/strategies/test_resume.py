@@ -21,8 +21,8 @@ from lightning_compress.codecs import Dense, OneBit, TopK
 from lightning_compress.corrections import DGC
 from lightning_compress.strategies import resume as resuming
 from tests.cases import CASES
-from tests.helpers.sizes import by_turns
 from tests.helpers.training import LATER, Net, digits, loader, parameters, quiet_trainer
+from tests.turns import by_turns
 
 BATCHES = 3
 

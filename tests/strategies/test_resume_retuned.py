@@ -7,9 +7,9 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_compress import ThetaRecovery
-from tests.helpers.sizes import by_turns
 from tests.helpers.training import Net, digits, loader
 from tests.strategies.test_resume import fit, interrupted
+from tests.turns import by_turns
 
 
 class Retunes(Net):

@@ -15,8 +15,8 @@ from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
 from tests.cases import CASES
-from tests.helpers.sizes import by_turns
 from tests.test_laws import CPU, DENSE, LARGE, group_plan
+from tests.turns import by_turns
 
 EXACT = ["split_gather", "recursive_doubling", "butterfly", "run_length", "auto"]
 SELECTIVE = {
