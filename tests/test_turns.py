@@ -10,6 +10,8 @@ from tests import turns
 class Item:
     """A test as pytest collects it."""
 
+    fixturenames = ()
+
     def __init__(self, nodeid):
         self.nodeid = nodeid
         self.marks = []

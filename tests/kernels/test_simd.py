@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs.packing.planes import Planes
+from tests.helpers.table import table
 
 pytest.importorskip("numba")
 
@@ -19,9 +20,7 @@ ROW = np.arange(LANES)
 kernel = njit(error_model="numpy")  # which is not cached: the cache does not see when an operation has changed
 
 
-@pytest.fixture(params=range(8))
-def rng(request):
-    return np.random.default_rng(request.param)
+random = table("rng", lambda: map(np.random.default_rng, range(8)))
 
 
 def numbers(rng, size, special=True):
@@ -52,6 +51,7 @@ def _signs(values, index):
     return simd.signs(values, index)
 
 
+@random
 def test_signs(rng):
     values, index = numbers(rng, 100), int(rng.integers(68))
     assert _signs(values, index) == as_word(values[index : index + 32] >= 0)
@@ -62,6 +62,7 @@ def _nonzero(values, index):
     return simd.nonzero(values, index)
 
 
+@random
 def test_nonzero(rng):
     values, index = numbers(rng, 100), int(rng.integers(68))
     assert _nonzero(values, index) == as_word(values[index : index + 32] != 0)
@@ -72,7 +73,8 @@ def _reaching(values, index, least):
     return simd.reaching(values, index, least)
 
 
-@pytest.mark.parametrize("least", [1e-45, 1.0, 3e38, np.inf])
+@table("least", [1e-45, 1.0, 3e38, np.inf])
+@random
 def test_reaching(least, rng):
     values, index = numbers(rng, 100), int(rng.integers(68))
     assert _reaching(values, index, FLOAT(least)) == as_word(np.abs(values[index : index + 32]) >= FLOAT(least))
@@ -83,7 +85,8 @@ def _add_chosen(out, index, word, high, low):
     simd.add_chosen(out, index, word, high, low)
 
 
-@pytest.mark.parametrize("special", [False, True])
+@table("special", [False, True])
+@random
 def test_add_chosen(special, rng):
     out, index, word = numbers(rng, 100), int(rng.integers(68)), rng.integers(1 << 32, dtype=np.uint32)
     (high, low), wanted = numbers(rng, 2, special), out.copy()
@@ -98,7 +101,8 @@ def _write_chosen(out, index, word, high, low):
     simd.write_chosen(out, index, word, high, low)
 
 
-@pytest.mark.parametrize("special", [False, True])
+@table("special", [False, True])
+@random
 def test_write_chosen(special, rng):
     out, index, word = numbers(rng, 100), int(rng.integers(68)), rng.integers(1 << 32, dtype=np.uint32)
     (high, low), wanted = numbers(rng, 2, special), out.copy()
@@ -112,7 +116,8 @@ def _butterflies(tile, first, distance):
     simd.butterflies(tile, first, distance)
 
 
-@pytest.mark.parametrize("distance", [LANES, 3 * LANES, 64])
+@table("distance", [LANES, 3 * LANES, 64])
+@random
 def test_butterflies(distance, rng):
     tile, first = numbers(rng, 500), int(rng.integers(LANES))
     index, wanted = first + distance * np.arange(4)[:, None] + ROW, tile.copy()
@@ -131,6 +136,7 @@ def _scale(out, at, source, index, factor):
     simd.scale(out, at, source, index, factor)
 
 
+@random
 def test_scale(rng):
     (out, source), (at, index), factor = numbers(rng, (2, 50)), rng.integers(34, size=2), numbers(rng, 1)[0]
     wanted = out.copy()
@@ -145,6 +151,7 @@ def _add_scaled(out, at, source, index, factor):
     simd.add_scaled(out, at, source, index, factor)
 
 
+@random
 def test_add_scaled(rng):
     (out, source), (at, index), factor = numbers(rng, (2, 50)), rng.integers(34, size=2), numbers(rng, 1)[0]
     wanted = out.copy()
@@ -159,7 +166,8 @@ def _raise_to(largest, at, source, index, distance):
     simd.raise_to(largest, at, source, index, distance)
 
 
-@pytest.mark.parametrize("distance", [LANES, 40])
+@table("distance", [LANES, 40])
+@random
 def test_raise_to(distance, rng):
     largest, source, (at, index) = np.abs(numbers(rng, 50)), numbers(rng, 200), rng.integers(34, size=2)
     source = np.where(np.isnan(source), FLOAT(0), source)  # what is not finite is refused before
@@ -176,8 +184,9 @@ def _round_levels(out, at, source, index, factors, zero, offset, state, move):
     simd.round_levels(out, at, source, index, factors, zero, offset, state, move)
 
 
-@pytest.mark.parametrize("move", [0, 21845, -32768])
-@pytest.mark.parametrize("state", [0, 2**64 - 3 * simd.GAMMA % 2**64, 12345678901234567])
+@table("move", [0, 21845, -32768])
+@table("state", [0, 2**64 - 3 * simd.GAMMA % 2**64, 12345678901234567])
+@random
 def test_round_levels(state, move, rng):
     (out, source), (at, index) = numbers(rng, (2, 80), special=False), rng.integers(48, size=2)
     factors, offset, zero = numbers(rng, LANES + 5, special=False), FLOAT(0.5 + 0.5 / 65536), 5
@@ -196,6 +205,7 @@ def _to_numbers(tile, at, steps, zero, shift):
     simd.to_numbers(tile, at, steps, zero, shift)
 
 
+@random
 def test_to_numbers(rng):
     (tile, steps), (at, zero), shift = numbers(rng, (2, 50)), rng.integers(34, size=2), numbers(rng, 1)[0]
     wanted = tile.copy()
@@ -205,8 +215,9 @@ def test_to_numbers(rng):
     same(tile, wanted)
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.5])
-@pytest.mark.parametrize("bits", range(2, 9))
+@table("shift", [0.0, 0.5])
+@table("bits", range(2, 9))
+@random
 def test_rows_of_codes(bits, shift, rng):
     """A row of levels goes to its planes and comes back, between rows that stay as they are."""
     count, first = 96, 16 * int(rng.integers(6))
@@ -239,7 +250,8 @@ def _fetch(source, index):
     simd.fetch(source, index)
 
 
-@pytest.mark.parametrize("index", [0, 49, 1 << 20])
+@table("index", [0, 49, 1 << 20])
+@random
 def test_fetching_changes_nothing(index, rng):
     """Also beyond the end."""
     source = numbers(rng, 50)
@@ -248,7 +260,7 @@ def test_fetching_changes_nothing(index, rng):
     same(source, before)
 
 
-@pytest.mark.parametrize("word", [0, 1, 2, 1 << 31, (1 << 32) - 1, 0x80000001, 0x00F0F000])
+@table("word", [0, 1, 2, 1 << 31, (1 << 32) - 1, 0x80000001, 0x00F0F000])
 def test_bits_of_a_word(word):
     word, index = np.uint32(word), np.flatnonzero(as_booleans(word))
     assert words.ones(word) == len(index)

@@ -12,13 +12,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.codecs import OneBit, TopK
 from lightning_compress.settings.parsing import COMPRESSORS
+from tests.helpers.table import table
 from tests.helpers.training import Net, digits, loader, parameters
 
 CLASS_PATH = "lightning_compress.CompressedDDPStrategy"
 
 
-@pytest.mark.parametrize("name", ["compressed_ddp", *(f"compressed_ddp_{name}" for name in COMPRESSORS.offered)])
-@pytest.mark.parametrize("variant", ["", "_find_unused_parameters_true", "_spawn", "_fork", "_notebook"])
+@table("name", ["compressed_ddp", *(f"compressed_ddp_{name}" for name in COMPRESSORS.offered)])
+@table("variant", ["", "_find_unused_parameters_true", "_spawn", "_fork", "_notebook"])
 def test_registered(name, variant):
     strategy = StrategyRegistry.get(name + variant)
     assert isinstance(strategy, CompressedDDPStrategy)
@@ -123,7 +124,8 @@ if __name__ == "__main__":
     import lightning.pytorch as pl
     strategy = pl.Trainer(strategy="compressed_ddp_onebit", accelerator="cpu", devices=1, logger=False).strategy
     assert type(strategy) is lightning_compress.CompressedDDPStrategy
-    from tests.helpers.training import Net, digits, loader
+    from tests.helpers.table import table
+from tests.helpers.training import Net, digits, loader
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="compressed_ddp_topk_spawn", max_steps=3,
         logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.fit(Net(), loader(digits()))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_compress.codecs.packing import planes as packing
+from tests.helpers.table import table
 from tests.reference.codecs import unpacked
 
 
@@ -41,8 +42,8 @@ def test_first_codes_lowest() -> None:
     assert packed.tolist() == [0x21, 0x43, 0x65, 0x87]
 
 
-@pytest.mark.parametrize("bits", [*range(1, 17), 32])
-@pytest.mark.parametrize("count", [1, 7, 8, 1000])
+@table("bits", [*range(1, 17), 32])
+@table("count", [1, 7, 8, 1000])
 def test_codes_are_packed_truly(bits: int, count: int) -> None:
     padded = -(-count // 8) * 8
     codes = torch.randint(0, 2**bits, (count,), generator=torch.Generator().manual_seed(bits))

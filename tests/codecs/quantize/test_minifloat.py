@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from lightning_compress.codecs.quantize.formats import Formats, build
 from lightning_compress.codecs.quantize.minifloat import Coder
+from tests.helpers.table import table
 from tests.reference.codecs import range_formats
 
 RANGES = [(-1.0, 1.0), (-0.5, 0.5), (-1.0, 3.0), (-0.1, 0.007), (0.0, 2.0), (-5.0, 0.0), (-1e-12, 1.0), (-1e30, 1e30)]
 FORMATS = [(2, 0), (3, 0), (4, 1), (8, 3), (8, 4), (8, 7), (10, 4), (10, 6), (13, 5), (16, 10)]
-every = pytest.mark.parametrize(
-    ("bits", "mantissa", "low", "high"), [(n, m, low, high) for n, m in FORMATS for low, high in RANGES]
-)
+every = table("bits, mantissa, low, high", [(*form, *ends) for form in FORMATS for ends in RANGES])
 modest = settings(deadline=None, derandomize=True, max_examples=200)
 
 

@@ -13,9 +13,10 @@ from lightning_compress.codecs.spectral.bins import Places
 from lightning_compress.codecs.spectral.spectrum import Spectral
 from lightning_compress.contrib.codecs.dct import DCT
 from tests.codecs.helpers import CPU, KINDS, layout, make, trip
+from tests.helpers.table import table
 from tests.reference import codecs as reference
 
-both = pytest.mark.parametrize("cls", [FFT, DCT])
+both = table("cls", [FFT, DCT])
 EXACT = {"bits": 32, "mantissa": 23}
 
 
@@ -28,8 +29,8 @@ def relative(after: torch.Tensor, before: torch.Tensor) -> float:
 
 
 @both
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("numel", [1, 7, 64, 1000, 70_001])
+@table("kind", KINDS)
+@table("numel", [1, 7, 64, 1000, 70_001])
 def test_theta_0_with_32_bits_is_the_identity(cls: type[Spectral], kind: str, numel: int) -> None:
     vector = make(kind, numel)
     decoded, _, _ = trip(cls(theta=0.0, **EXACT), vector)
@@ -38,8 +39,8 @@ def test_theta_0_with_32_bits_is_the_identity(cls: type[Spectral], kind: str, nu
 
 
 @both
-@pytest.mark.parametrize("theta", [0.0, 0.5, 0.85, 0.95])
-@pytest.mark.parametrize("kind", ["normal", "heavy", "one-hot", "constant", "ties"])
+@table("theta", [0.0, 0.5, 0.85, 0.95])
+@table("kind", ["normal", "heavy", "one-hot", "constant", "ties"])
 def test_energy_bound(cls: type[Spectral], theta: float, kind: str) -> None:
     vector = make(kind, 8 * 256)
     codec = cls(theta=theta, block=256, **EXACT)
@@ -90,7 +91,7 @@ def test_errors_on_known_data(data: str, fft: float, spatial: float) -> None:
     [FFT(block=64), FFT(), FFT(0.97, 256, 8), FFT(0.0, 128, 16), DCT(block=64), DCT(0.97, 128, 5, 2), DCT(0.5, 64, 32)],
     ids=repr,
 )
-@pytest.mark.parametrize("numel", [1, 9, 64, 700, 5000])
+@table("numel", [1, 9, 64, 700, 5000])
 def test_equals_the_reference(codec: Spectral, numel: int) -> None:
     vector = make("normal", numel)
     decoded, _, message = trip(codec, vector)
@@ -157,15 +158,15 @@ def test_places(bins: int, keep: int) -> None:
 
 
 @both
-@pytest.mark.parametrize("theta", [0.5, 0.99])
+@table("theta", [0.5, 0.99])
 def test_damaged_places_are_refused(cls: type[Spectral], theta: float) -> None:
     plan = cls(theta=theta, block=64).plan(layout(640), CPU)
     with pytest.raises(ValueError, match="damaged"):
         plan.decode(torch.full((1, plan.message_size), 255, dtype=torch.uint8), torch.zeros(640), 1.0, False)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@table(
+    "settings, message",
     [
         ({"theta": 1.0}, r"theta must be in \[0, 1\)"),
         ({"theta": -0.1}, r"theta must be in \[0, 1\)"),
