@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from enum import Enum
 from typing import Any
 
 import torch
@@ -80,6 +81,17 @@ OUTERS = {"average": Outer(), "nesterov": Outer(0.7, 0.9, True)}
 _PLAIN = asdict(OUTERS["average"])
 
 
+class Outcome(Enum):
+    """What became of the mean of a fragment that the replicas have not followed yet."""
+
+    PENDING = "pending"
+    """There is none, or it has not arrived."""
+    STEPPED = "stepped"
+    """The anchors have made their outer step."""
+    SKIPPED = "skipped"
+    """A rank's numbers were not finite: the anchors stay, and all ranks are to return to them."""
+
+
 class Fragment:
     """One part of the model on this rank.
 
@@ -95,7 +107,7 @@ class Fragment:
         anchors: what all ranks share, by name; float32 where the replica has half precision.
         synced: local steps until which this rank's changes were collected.
         wait: waits until the mean has arrived; None if the fragment is not travelling.
-        stepped: whether the anchors made their outer step when the mean arrived. None: no mean waits to be used.
+        outcome: of the last mean, until the replicas have followed it.
     """
 
     def __init__(
@@ -109,7 +121,7 @@ class Fragment:
         self.replicas, self._rank = dict(replicas), ranks.rank
         self.synced = 0
         self.wait: Callable[[], None] | None = None
-        self.stepped: bool | None = None
+        self.outcome = Outcome.PENDING
         module = nn.Module()
         for name, replica in replicas.items():  # register_parameter refuses names with dots
             module._parameters[name] = nn.Parameter(_anchor_of(replica))
@@ -146,14 +158,11 @@ class Fragment:
         share = sum(each.nbytes for each in self.replicas.values()) / sum(each.nbytes for each in self.anchors.values())
         meter.bytes_dense = before + round(steps * share * (meter.bytes_dense - before))
 
-    def step(self, plain: bool = False) -> bool:
-        """Step the anchors by the mean. Collective if the drift check is on.
+    def step(self, plain: bool = False) -> None:
+        """Step the anchors by the mean, and note the outcome. Collective if the drift check is on.
 
         Args:
             plain: move the anchors to the mean itself, without the outer learning rate and momentum.
-
-        Returns:
-            False if a rank's numbers were not finite and the round is to be skipped.
 
         Raises:
             FloatingPointError: a rank's numbers were not finite, and ``on_nonfinite="raise"``; on all ranks.
@@ -172,9 +181,10 @@ class Fragment:
                 anchor.grad = None
         if self.compression.step == before:
             self.compression.roll_back()
-            return False
-        self.compression.compare_ranks()
-        return True
+            self.outcome = Outcome.SKIPPED
+        else:
+            self.compression.compare_ranks()
+            self.outcome = Outcome.STEPPED
 
     def use(self, alpha: float = 0.0) -> None:
         """Set each replica to ``alpha * replica + (1 - alpha) * anchor``."""

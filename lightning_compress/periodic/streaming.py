@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective, CountingCollective
 from lightning_compress.engine.hook import Background
-from lightning_compress.periodic.fragment import Fragment, Outer
+from lightning_compress.periodic.fragment import Fragment, Outcome, Outer
 from lightning_compress.periodic.module_buffers import BufferRules, Buffers
 from lightning_compress.periodic.sync_schedule import Rounds, split
 from lightning_compress.periodic.synchroniser import reset_nonfinite
@@ -133,7 +133,7 @@ class Fragments:
             fragment.wait = self._carry(travel)
         else:
             travel()
-            fragment.stepped = fragment.step(plain=self._finishing)
+            fragment.step(plain=self._finishing)
 
     def _arrive(self, number: int) -> None:
         """Wait for a fragment, then step its anchors and commit."""
@@ -143,7 +143,7 @@ class Fragments:
                 if wait := self.parts[other].wait:
                     wait()
             fragment.wait = None
-            fragment.stepped = fragment.step()
+            fragment.step()
 
     def _skip_round(self, number: int) -> None:
         """Put all ranks back to the anchors, because a rank's numbers were not finite.
@@ -163,12 +163,12 @@ class Fragments:
         """Continue from ``alpha * replica + (1 - alpha) * anchor``, or from the anchors if the round is skipped."""
         self._arrive(number)
         fragment = self.parts[number]
-        stepped, fragment.stepped = fragment.stepped, None
-        if stepped:
+        outcome, fragment.outcome = fragment.outcome, Outcome.PENDING
+        if outcome is Outcome.STEPPED:
             fragment.use(alpha)
             if number == self.last:
                 self.buffers.use(alpha)
-        elif stepped is False:
+        elif outcome is Outcome.SKIPPED:
             self._skip_round(number)
 
     def arrive(self) -> None:
@@ -226,8 +226,8 @@ class Fragments:
         return {
             "common": {
                 "fragments": [state.pop("common") for state in states],
-                "back": [number for number, part in enumerate(self.parts) if part.stepped],
-                "left_out": [number for number, part in enumerate(self.parts) if part.stepped is False],
+                "back": [number for number, part in enumerate(self.parts) if part.outcome is Outcome.STEPPED],
+                "left_out": [number for number, part in enumerate(self.parts) if part.outcome is Outcome.SKIPPED],
                 "looked": [part.synced for part in self.parts],
                 "buffers": self.buffers.common,
                 "sums": [[str(dtype), tensor] for dtype, tensor in self.buffers.sums.items()],
@@ -245,8 +245,11 @@ class Fragments:
         self._divide([list(saved["anchors"]) for saved in common["fragments"]])
         for number, (part, saved) in enumerate(zip(self.parts, common["fragments"], strict=True)):
             part.load_state_dict({"common": saved, "compression": state["compressions"][number]})
-            part.wait, part.synced = None, common["looked"][number]
-            part.stepped = True if number in common["back"] else False if number in common["left_out"] else None
+            part.wait, part.synced, part.outcome = None, common["looked"][number], Outcome.PENDING
+            if number in common["back"]:
+                part.outcome = Outcome.STEPPED
+            elif number in common["left_out"]:
+                part.outcome = Outcome.SKIPPED
         self.buffers.common = dict(common["buffers"])
         self.buffers.sums = {getattr(torch, name.removeprefix("torch.")): each for name, each in common["sums"]}
 

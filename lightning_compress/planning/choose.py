@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from lightning_compress.codecs import Codec, Dense
@@ -75,6 +74,8 @@ class Auto(Planner):
     fallback: Fallback = "never"
     link: Link | Mapping[str, float] | None = None
     node_size: int | None = None
+    _measured: Measured = field(default_factory=Measured, init=False, repr=False, compare=False)
+    _warned: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # warnings are logged once
 
     def __post_init__(self) -> None:
         if self.fallback not in get_args(Fallback):
@@ -84,15 +85,6 @@ class Auto(Planner):
             )
         object.__setattr__(self, "link", None if self.link is None else cost.link_of(self.link))
         check_node_size("Auto", self.node_size)
-
-    @cached_property
-    def _measured(self) -> Measured:
-        return Measured()
-
-    @cached_property
-    def _warned(self) -> set[str]:
-        """Warnings that were already logged."""
-        return set()
 
     def limited(self, fixed: bool, without_nodes: bool) -> Auto:
         """See ``Planner.limited``."""
@@ -108,7 +100,8 @@ class Auto(Planner):
     def with_measurements(self, measured: Mapping[str, Any]) -> Auto:
         """See ``Planner.with_measurements``."""
         planner = replace(self)
-        planner.__dict__["_measured"] = Measured.of(measured) if measured else Measured()
+        if measured:
+            object.__setattr__(planner, "_measured", Measured.of(measured))
         return planner
 
     @classmethod

@@ -91,7 +91,8 @@ def _as_given(value: object) -> object:
     settings = {
         field.name: _as_given(getattr(value, field.name))
         for field in (dataclasses.fields(value) if dataclasses.is_dataclass(value) else ())
-        if getattr(value, field.name)
+        if field.init
+        and getattr(value, field.name)
         != (field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
     }
     return {"name": name, **settings} if settings else name

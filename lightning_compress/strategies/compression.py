@@ -69,11 +69,25 @@ class CompressionMixin(_Base):
         delay: int = 0,
         **kwargs: Any,
     ) -> None:
-        arguments = locals()  # passed on by name: RunState checks them
         checks.check_known(kwargs, type(self), _OURS, compressor)
         checks.check_ddp_arguments(kwargs)
         super().__init__(**kwargs)
-        self._settings = RunState.of(**{name: arguments[name] for name in _OURS if name not in _ON_CHECKPOINTS})
+        self._settings = RunState.of(
+            compressor,
+            exchange=exchange,
+            error_feedback=error_feedback,
+            warmup_steps=warmup_steps,
+            min_numel=min_numel,
+            seed=seed,
+            schedule=schedule,
+            rules=rules,
+            local_clip_norm=local_clip_norm,
+            deterministic=deterministic,
+            on_nonfinite=on_nonfinite,
+            on_drift=on_drift,
+            check_drift_every=check_drift_every,
+            delay=delay,
+        )
         checks.check_delay(self._settings, *(bool(kwargs.get(name)) for name in checks.UNUSED))
         self._resume = Resume(state, strict_state)
 
@@ -113,5 +127,4 @@ class CompressionMixin(_Base):
         register(strategy_registry, cls, "Compressed DDP", named, VARIANTS | _UNUSED)
 
 
-_ON_CHECKPOINTS = ("state", "strict_state")
 _OURS = [name for name in inspect.signature(CompressionMixin.__init__).parameters if name not in ("self", "kwargs")]

@@ -207,7 +207,7 @@ def test_fine_codes_train_as_exact_ones(algorithm):
 @pytest.mark.parametrize(("algorithm", "bits"), [("dpsgd", 1), ("dpsgd", 4), ("d2", 4)])
 def test_where_theta_is_too_small_the_mean_still_holds(bits, theta, algorithm):
     """Edges that fail are mixed exactly, both ways; theta grows for all, at the same round."""
-    size, problem, rounds = 4, Problem(4), 3 * AGREE
+    size, problem, rounds = 4, Problem(4), AGREE  # by later rounds it may have shrunk to what was given
     ranks = run(algorithm, {"name": "moniqua", "bits": bits, "theta": theta}, size, rounds=rounds, problem=problem)
     numbers = [each.mixing.numbers for each in ranks]
     assert sum(each["failures"] for each in numbers) > 0

@@ -124,8 +124,7 @@ if __name__ == "__main__":
     import lightning.pytorch as pl
     strategy = pl.Trainer(strategy="compressed_ddp_onebit", accelerator="cpu", devices=1, logger=False).strategy
     assert type(strategy) is lightning_compress.CompressedDDPStrategy
-    from tests.helpers.table import table
-from tests.helpers.training import Net, digits, loader
+    from tests.helpers.training import Net, digits, loader
     trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="compressed_ddp_topk_spawn", max_steps=3,
         logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.fit(Net(), loader(digits()))
