@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.table import table
 from tests.turns import EVERY
 
 ROOT = Path(__file__).parent.parent
@@ -193,7 +194,7 @@ def test_kernels_that_are_asked_for_are_there():
             assert by in there if by else there, path
 
 
-@pytest.mark.parametrize("place", EVERY)
+@table("place", EVERY)
 def test_what_runs_by_turns_is_there(place):
     path, _, name = place.partition("::")
     assert (ROOT / "tests" / path).exists()
