@@ -11,7 +11,6 @@ EVERY = {
     "backward/test_factor_passes.py": 3,
     "benchmarks/test_error.py::test_gradients_of_resnet": 0,
     "benchmarks/test_error.py::test_picture": 0,
-    "callbacks/test_minibatch_size.py::test_a_search_leaves_no_trace_on_two_ranks": 3,
     "codecs/packing/test_integer_codes.py::test_rice_round_trip_of_many": 3,
     "codecs/quantize/test_quantisers.py::test_unbiased": 2,
     "codecs/test_memory.py": 2,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_compress.asynchronous import bounded_staleness
-from lightning_compress.asynchronous.bounded_staleness import PAUSE, UPDATE, BoundedStaleness
-from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.collectives.links import GoneError, Links, Message
+from lightning_compress.contrib.asynchronous import bounded_staleness
+from lightning_compress.contrib.asynchronous.bounded_staleness import PAUSE, UPDATE, BoundedStaleness
+from lightning_compress.contrib.asynchronous.links import GoneError, Links, Message
+from lightning_compress.contrib.asynchronous.ssp import SSP
 from tests.helpers.lives import live
 from tests.helpers.training import digits
 

@@ -24,10 +24,10 @@ from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_compress import CommunicationMonitor, CompressedDDPStrategy, LocalSGDStrategy, MeProp, MinibatchSize
-from lightning_compress.callbacks import minibatch_size
-from lightning_compress.callbacks.minibatch_size import largest_good, sizes_to_try
-from lightning_compress.callbacks.probe import _model
-from lightning_compress.callbacks.rates import LINEAR, multiply
+from lightning_compress.contrib.minibatch import minibatch_size
+from lightning_compress.contrib.minibatch.minibatch_size import largest_good, sizes_to_try
+from lightning_compress.contrib.minibatch.probe import _model
+from lightning_compress.contrib.minibatch.rates import LINEAR, multiply
 from tests.conformance.training import ByStep, kept_of
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 

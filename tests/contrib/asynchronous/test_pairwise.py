@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_compress.asynchronous.modulo_pairs import EVERY, ModuloAverage
-from lightning_compress.asynchronous.pairwise import Askers, PairwiseAverage
-from lightning_compress.asynchronous.shared_model import SharedModel
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.collectives.links import Links
+from lightning_compress.contrib.asynchronous.links import Links
+from lightning_compress.contrib.asynchronous.modulo_pairs import EVERY, ModuloAverage
+from lightning_compress.contrib.asynchronous.pairwise import Askers, PairwiseAverage
+from lightning_compress.contrib.asynchronous.shared_model import SharedModel
 from lightning_compress.gossip.moniqua import Moniqua
 
 CPU = torch.device("cpu")
