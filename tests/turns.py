@@ -25,6 +25,7 @@ EVERY = {
     "conformance/test_skipped_steps.py": 2,
     "conformance/test_trainers.py::test_a_learning_rate_finder_in_between_leaves_no_trace": 3,
     "contrib": 4,
+    "contrib/asynchronous/test_strategy.py::test_one_model_is_evaluated_and_left": 1,
     "engine/test_accumulation.py": 2,
     "engine/test_attach.py::test_residuals_of_owners_stay_small_where_one_rank_alone_has_a_gradient": 2,
     "engine/test_delayed.py::test_every_codec_trains_nearly_as_well": 3,

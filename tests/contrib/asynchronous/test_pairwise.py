@@ -76,7 +76,9 @@ def _averaged(graph, questions, jump, bits=None):
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize(("size", "graph"), [(2, "ring"), (3, "ring"), (4, "complete")])
+@pytest.mark.parametrize(
+    ("size", "graph"), [(2, "ring"), (3, "ring"), pytest.param(4, "complete", marks=pytest.mark.thorough)]
+)
 def test_the_mean_stays_and_models_meet(pools, size, graph, bits):
     found = pools[size].run(_averaged, graph, 200, 5.0, bits)
     for drift, (before, after), asked, _, error in found:
