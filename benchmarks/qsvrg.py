@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive
-from lightning_compress.asynchronous.bounded_staleness import BoundedStaleness
-from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.codecs import QSGD, Codec, Dense
 from lightning_compress.collectives import Collective, CountingCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.collectives.links import Links
+from lightning_compress.contrib.asynchronous.bounded_staleness import BoundedStaleness
+from lightning_compress.contrib.asynchronous.links import Links
+from lightning_compress.contrib.asynchronous.ssp import SSP
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.exchanges import AllGather, AllReduce

@@ -22,10 +22,10 @@ from torch import nn
 
 from benchmarks._arguments import plain_errors, positive
 from benchmarks._digits import digits
-from lightning_compress.asynchronous.bounded_staleness import BoundedStaleness
-from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.collectives import Collective, run_threads
-from lightning_compress.collectives.links import Links
+from lightning_compress.contrib.asynchronous.bounded_staleness import BoundedStaleness
+from lightning_compress.contrib.asynchronous.links import Links
+from lightning_compress.contrib.asynchronous.ssp import SSP
 
 CPU = torch.device("cpu")
 BATCH, WIDTH, MOMENTUM = 16, 64, 0.9

@@ -10,13 +10,14 @@ from wrapt import when_imported
 
 if TYPE_CHECKING:
     from lightning_compress.callbacks.meprop import MeProp
-    from lightning_compress.callbacks.minibatch_size import MinibatchSize
     from lightning_compress.callbacks.monitor import CommunicationMonitor
     from lightning_compress.callbacks.profile import StepProfile
     from lightning_compress.callbacks.sufficient_factors import SufficientFactors
     from lightning_compress.codecs import Codec, Plan
     from lightning_compress.comparison import Comparison, compare
+    from lightning_compress.contrib.asynchronous.strategy import AsyncGossipStrategy
     from lightning_compress.contrib.mesimp import MeSimp
+    from lightning_compress.contrib.minibatch.minibatch_size import MinibatchSize
     from lightning_compress.contrib.theta_recovery import ThetaRecovery
     from lightning_compress.core.errors import ExchangeError
     from lightning_compress.core.registry import register
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
     from lightning_compress.exchanges import Exchange, ExchangePlan
     from lightning_compress.gossip.moniqua import Moniqua
     from lightning_compress.reducers import Reducer, ReducerPlan
-    from lightning_compress.strategies.asynchronous import AsyncGossipStrategy
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
     from lightning_compress.strategies.constructors import GossipStrategy, LocalSGDStrategy
 
 _HOMES = {
-    "AsyncGossipStrategy": "strategies.asynchronous",
+    "AsyncGossipStrategy": "contrib.asynchronous.strategy",
     "Codec": "codecs",
     "CommunicationMonitor": "callbacks.monitor",
     "Comparison": "comparison",
@@ -43,7 +43,7 @@ _HOMES = {
     "LocalSGDStrategy": "strategies.constructors",
     "MeProp": "callbacks.meprop",
     "MeSimp": "contrib.mesimp",
-    "MinibatchSize": "callbacks.minibatch_size",
+    "MinibatchSize": "contrib.minibatch.minibatch_size",
     "Moniqua": "gossip.moniqua",
     "Plan": "codecs",
     "Reducer": "reducers",
@@ -76,7 +76,6 @@ def _register(_: ModuleType) -> None:
     """Register our strategies with Lightning, whichever of the two packages is imported first."""
     import_module("lightning_compress.strategies.compressed_ddp")
     import_module("lightning_compress.strategies.constructors")
-    import_module("lightning_compress.strategies.asynchronous")
     import_module("lightning_compress.fabric")  # lightning imports its Fabric with its Trainer
 
 

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 
 from lightning_compress.callbacks.meprop import MePropMixin
-from lightning_compress.callbacks.minibatch_size import MinibatchSizeMixin
 from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.profile import ProfileMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
-from lightning_compress.strategies.asynchronous import AsyncGossipMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
-from lightning_compress.strategies.constructors import GossipMixin, LocalSGDMixin
+from lightning_compress.strategies.constructors import GossipMixin, LocalSGDMixin, register_asynchronous
 
+if TYPE_CHECKING:
+    from lightning_compress.contrib.pytorch_lightning import AsyncGossipStrategy, MeSimp, MinibatchSize, ThetaRecovery
 
-class AsyncGossipStrategy(AsyncGossipMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
-    """See ``lightning_compress.AsyncGossipStrategy``."""
+__all__ = [
+    "AsyncGossipStrategy",
+    "CommunicationMonitor",
+    "CompressedDDPStrategy",
+    "GossipStrategy",
+    "LocalSGDStrategy",
+    "MeProp",
+    "MeSimp",
+    "MinibatchSize",
+    "StepProfile",
+    "SufficientFactors",
+    "ThetaRecovery",
+]
+_CONTRIB = "lightning_compress.contrib.pytorch_lightning"
 
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
@@ -41,10 +54,6 @@ class MeProp(MePropMixin, Callback):
     """See ``lightning_compress.MeProp``."""
 
 
-class MinibatchSize(MinibatchSizeMixin, Callback):
-    """See ``lightning_compress.MinibatchSize``."""
-
-
 class StepProfile(ProfileMixin, Callback):
     """See ``lightning_compress.StepProfile``."""
 
@@ -55,12 +64,12 @@ class SufficientFactors(SufficientFactorsMixin, Callback):
 
 def __getattr__(name: str) -> object:
     """Import what is in contrib on first use, as the package itself does."""
-    if name not in ("MeSimp", "ThetaRecovery"):
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("lightning_compress.contrib.pytorch_lightning"), name)
+    return getattr(import_module(_CONTRIB), name)
 
 
-AsyncGossipStrategy.register_strategies(StrategyRegistry)
 CompressedDDPStrategy.register_strategies(StrategyRegistry)
 GossipStrategy.register_strategies(StrategyRegistry)
 LocalSGDStrategy.register_strategies(StrategyRegistry)
+register_asynchronous(StrategyRegistry, _CONTRIB)

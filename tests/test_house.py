@@ -27,13 +27,14 @@ ROOMS = [
     ("engine",),
     ("gossip", "backward"),
     ("periodic",),
-    ("asynchronous",),
     ("strategies", "callbacks", "comparison", "testing"),
     ("commands",),
-    ("pytorch_lightning", "fabric", "ray", "__main__"),
-    ("contrib",),  # loaded by name, so that nothing imports it
+    ("pytorch_lightning", "fabric", "ray", "asynchronous", "__main__"),
+    ("contrib",),  # loaded by name alone, when it is asked for
 ]
 LIGHTNING_ALLOWED = {"strategies", "callbacks", "pytorch_lightning", "fabric", "ray", "contrib"}
+NAME_CONTRIB = {"strategies", "pytorch_lightning", "asynchronous"}
+"""What imports contrib by name, when a user asks for something that is there; ``__init__`` does as well."""
 COMPILERS = {"numba", "triton", "llvmlite"}
 
 
@@ -50,19 +51,38 @@ def _forgotten():
 
 
 def imports(path):
-    """Modules that a file imports, outside of blocks for type checkers."""
+    """Modules that a file imports, without those of contrib in blocks for type checkers."""
+    typing = [each for each in nodes(path) if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING"]
+    typed = [node for block in typing for node in block.body if isinstance(node, ast.ImportFrom)]
     for node in nodes(path):
+        if node in typed and node.module.startswith(CONTRIB):
+            continue
         if isinstance(node, ast.ImportFrom):
             yield node.module or ""
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 
 
+def imports_by_name(path):
+    """Modules that a file imports by ``import_module("...")``; those of contrib by any text, also kept for later."""
+    calls = [each for each in nodes(path) if isinstance(each, ast.Call) and ast.unparse(each.func) == "import_module"]
+    called = {each.args[0].value for each in calls if isinstance(each.args[0], ast.Constant)}
+    texts = {each.value for each in nodes(path) if isinstance(each, ast.Constant)}
+    return BY_NAME.keys() & (called | {each for each in texts if str(each).startswith(CONTRIB)})
+
+
 def room(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def dotted(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 MODULES = [path for path in SOURCES if PACKAGE in path.parents]
+BY_NAME = {dotted(path): path for path in MODULES}
+CONTRIB = "lightning_compress.contrib"
 
 
 def level(name):
@@ -82,12 +102,14 @@ def test_arrows_run_one_way():
                 assert level(rest.split(".")[0]) < level(here), said
 
 
-def dotted(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-BY_NAME = {dotted(path): path for path in MODULES}
+def test_what_is_imported_by_name_stands_before_or_in_contrib():
+    for path in MODULES:
+        here = room(path)
+        for module in imports_by_name(path) if here not in ("__init__", "contrib") else ():
+            there = module.removeprefix("lightning_compress.").split(".")[0]
+            allowed = here in NAME_CONTRIB if there == "contrib" else there == here or level(there) < level(here)
+            assert allowed, f"{path} imports {module}"
+    assert not [module for module in imports(PACKAGE / "__init__.py") if module.startswith(CONTRIB)]
 
 
 def names(path):

@@ -15,10 +15,10 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.asynchronous.modulo_pairs import ModuloAverage
-from lightning_compress.asynchronous.pairwise import CODES, MODEL, PairwiseAverage
-from lightning_compress.asynchronous.shared_model import SharedModel
-from lightning_compress.collectives.links import Links, Message
+from lightning_compress.contrib.asynchronous.links import Links, Message
+from lightning_compress.contrib.asynchronous.modulo_pairs import ModuloAverage
+from lightning_compress.contrib.asynchronous.pairwise import CODES, MODEL, PairwiseAverage
+from lightning_compress.contrib.asynchronous.shared_model import SharedModel
 from lightning_compress.gossip.moniqua import Moniqua
 
 CPU = torch.device("cpu")

@@ -23,10 +23,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.ping import round_trip_ms
-from lightning_compress.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.codecs import Codec, OneBit, Rotated
 from lightning_compress.collectives import TorchCollective, World
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.exchanges.message import Section

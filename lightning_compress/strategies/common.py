@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -100,7 +100,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 def register(
     registry: Any,
-    cls: type,
+    make: Callable[..., Any],
     kind: str,
     named: Mapping[str, Mapping[str, object]],
     variants: Mapping[str, Mapping[str, object]] = VARIANTS,
@@ -109,7 +109,7 @@ def register(
 
     Args:
         registry: Lightning's ``StrategyRegistry``.
-        cls: the strategy.
+        make: the strategy, or a function that returns one.
         kind: what it is, for the description.
         named: arguments of the strategy by name.
         variants: further arguments by suffix.
@@ -118,4 +118,4 @@ def register(
         for suffix, more in variants.items():
             if name + suffix not in registry:
                 combined = {**arguments, **more}
-                registry.register(name + suffix, cls, description=f"{kind}: {combined or 'defaults'}", **combined)
+                registry.register(name + suffix, make, description=f"{kind}: {combined or 'defaults'}", **combined)

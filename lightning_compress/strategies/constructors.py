@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -29,6 +30,11 @@ LOCAL_STEPS: dict[str, dict[str, Any]] = {
     },
 }
 """Arguments of ``LocalSGDStrategy`` by registered name."""
+ASYNCHRONOUS: dict[str, dict[str, object]] = {
+    "async_gossip": {},
+    "async_gossip_moniqua": {"compressor": "moniqua"},
+}
+"""Arguments of contrib's ``AsyncGossipStrategy`` by registered name."""
 
 
 def constructor(makes: type[Synchroniser], more: Iterable[inspect.Parameter] = ()) -> Callable[..., None]:
@@ -122,5 +128,20 @@ class GossipStrategy(GossipMixin, DDPStrategy):
     """
 
 
+def register_asynchronous(registry: Any, module: str) -> None:
+    """Register the names of ``ASYNCHRONOUS``, each with its variants; contrib is imported when one of them is used.
+
+    Args:
+        registry: Lightning's ``StrategyRegistry``.
+        module: that has ``AsyncGossipStrategy``.
+    """
+
+    def make(**arguments: Any) -> Any:
+        return import_module(module).AsyncGossipStrategy(**arguments)
+
+    register(registry, make, "Asynchronous gossip", ASYNCHRONOUS)
+
+
 LocalSGDStrategy.register_strategies(StrategyRegistry)
 GossipStrategy.register_strategies(StrategyRegistry)
+register_asynchronous(StrategyRegistry, "lightning_compress.contrib.asynchronous.strategy")

@@ -9,7 +9,7 @@ from benchmarks._gossip import accuracy, pairs, toy, training
 from benchmarks._gossip.methods import METHODS
 from benchmarks._gossip.rank import METHODS as OVER_LINKS
 from lightning_compress import kernels
-from lightning_compress.asynchronous.pairwise import CODES, MODEL
+from lightning_compress.contrib.asynchronous.pairwise import CODES, MODEL
 from recipes.resnet.data import Split
 
 

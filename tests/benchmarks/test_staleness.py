@@ -1,7 +1,7 @@
 """The benchmark of bounded staleness says who waits, and what is sent."""
 
 from benchmarks import staleness
-from lightning_compress.asynchronous.ssp import SSP
+from lightning_compress.contrib.asynchronous.ssp import SSP
 
 
 def test_a_slow_rank_is_waited_for_within_the_bound():

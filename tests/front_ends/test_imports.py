@@ -14,7 +14,8 @@ from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDSt
 from tests.test_house import PACKAGE, ROOT
 
 FRONT_ENDS = {
-    "contrib.pytorch_lightning": "MeSimp, ThetaRecovery",
+    "asynchronous.async_gossip": "AsyncGossip",
+    "contrib.pytorch_lightning": "AsyncGossipStrategy, MeSimp, MinibatchSize, ThetaRecovery",
     "fabric": "CompressedDDPStrategy",
     "pytorch_lightning": "AsyncGossipStrategy, CommunicationMonitor, CompressedDDPStrategy, GossipStrategy, "
     "LocalSGDStrategy, MeProp, MeSimp, MinibatchSize, StepProfile, SufficientFactors, ThetaRecovery",
@@ -30,6 +31,17 @@ TRAINERS = "\n".join(
         "async_gossip": "lightning_compress.AsyncGossipStrategy",
     }.items()
 )
+CONTRIB_WAITS = """
+import sys
+registry = lightning.strategies.StrategyRegistry
+lightning.Trainer(strategy="diloco", accelerator="cpu", devices=1, logger=False)
+assert {"async_gossip", "async_gossip_moniqua_spawn"} <= {*registry}
+assert "lightning_compress.contrib" not in sys.modules
+made = registry.get("async_gossip_moniqua_fork")
+assert type(made) is ours.AsyncGossipStrategy and made._start_method == "fork"
+assert made.synchroniser._settings.compressor
+ours.AsyncGossipStrategy.register_strategies(registry)
+"""
 INSTANTIATED = """
 from hydra.utils import instantiate
 codec = {"_target_": "lightning_compress.codecs.TopK", "density": 0.1}
@@ -71,6 +83,8 @@ def test_every_name_may_be_imported_first(tmp_path):
         f"from lightning.pytorch import Trainer\nimport lightning_compress\n{TRAINERS}",
         "from pytorch_lightning import Trainer\nimport lightning_compress\n"
         "Trainer(strategy='compressed_ddp', accelerator='cpu', devices=1, logger=False)",
+        f"from lightning import pytorch as lightning\nimport lightning_compress as ours\n{CONTRIB_WAITS}",
+        f"import pytorch_lightning as lightning\nimport lightning_compress.pytorch_lightning as ours\n{CONTRIB_WAITS}",
     ]
     script = Path(__file__).with_name("importing.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}

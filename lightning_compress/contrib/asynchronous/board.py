@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_compress.collectives.collective import Collective
-from lightning_compress.collectives.links import FIRST_KIND, Links, Message, Reply
+from lightning_compress.contrib.asynchronous.links import FIRST_KIND, Links, Message, Reply
 
 ADD, CALL, COUNT, PING = range(FIRST_KIND, FIRST_KIND + 4)
 """Kinds of messages: two questions, the answer of both, and a question whether somebody is there, its own answer."""

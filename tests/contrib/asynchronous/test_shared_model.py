@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from lightning_compress.asynchronous import shared_model
-from lightning_compress.asynchronous.shared_model import SharedModel
+from lightning_compress.contrib.asynchronous import shared_model
+from lightning_compress.contrib.asynchronous.shared_model import SharedModel
 
 
 def parameters():

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_compress.asynchronous.shared_model import CHUNK, SharedModel
-from lightning_compress.collectives.links import FIRST_KIND, Links, Message, Reply
+from lightning_compress.contrib.asynchronous.links import FIRST_KIND, Links, Message, Reply
+from lightning_compress.contrib.asynchronous.shared_model import CHUNK, SharedModel
 from lightning_compress.gossip.algorithm import LARGEST
 
 MODEL, CHANGE, BUSY, CODES, CELLS, AGAIN = range(FIRST_KIND, FIRST_KIND + 6)

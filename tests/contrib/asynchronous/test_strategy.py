@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -90,10 +91,17 @@ def _trains(method, share):
     return watch.steps, watch.evaluated, watch.losses, parameters(model).numpy(), stats
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_one_model_is_evaluated_and_left(pools, size, method, share):
+CELLS = [(2, "8 bits", True), (3, "ssp, onebit", False)]
+CELLS += [
+    pytest.param(*each, marks=pytest.mark.thorough)
+    for each in product((2, 3), METHODS, (True, False))
+    if each not in CELLS
+]
+
+
+@pytest.mark.parametrize(("size", "name", "share"), CELLS)
+def test_one_model_is_evaluated_and_left(pools, size, name, share):
+    method = METHODS[name]
     ranks = pools[size].run(_trains, method, share)
     batches = 60 if share else 60 // size * size
     assert [sum(steps) for steps in zip(*(rank[0] for rank in ranks), strict=True)] == [batches] * 2
@@ -243,8 +251,8 @@ def _interrupts(folder, method, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["8 bits", "ssp"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["ssp", "8 bits"])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_an_interrupted_epoch_goes_on_with_the_batches_that_nobody_has_trained(pools, tmp_path, size, name, rank):
     found = pools[size].run(_interrupts, str(tmp_path), METHODS[name], rank)
     assert 0 < sum(len(again) for _, again in found) < 480

@@ -36,12 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_compress.asynchronous.senders import Senders
-from lightning_compress.asynchronous.shared_model import SharedModel
-from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.collectives.links import FIRST_KIND, GoneError, Links, Message, Reply
+from lightning_compress.contrib.asynchronous.links import FIRST_KIND, GoneError, Links, Message, Reply
+from lightning_compress.contrib.asynchronous.senders import Senders
+from lightning_compress.contrib.asynchronous.shared_model import SharedModel
+from lightning_compress.contrib.asynchronous.ssp import SSP
 from lightning_compress.core.random import mix
 from lightning_compress.core.workspace import Workspace
 from lightning_compress.exchanges.message import MessagePlan, Section

@@ -10,9 +10,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_compress.callbacks import wraps_model
-from lightning_compress.callbacks.probe import Probe, check_loader
-from lightning_compress.callbacks.rates import check_linear, multiply
 from lightning_compress.collectives.counting import now
+from lightning_compress.contrib.minibatch.probe import Probe, check_loader
+from lightning_compress.contrib.minibatch.rates import check_linear, multiply
 from lightning_compress.core.kinds import kinds_of
 from lightning_compress.settings.parsing import must
 

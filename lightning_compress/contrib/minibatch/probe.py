@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_compress.contrib.minibatch.trial import trial
 from lightning_compress.engine.compression import Compression
-from lightning_compress.engine.trial import trial
 
 _OURS = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has: parameters and buffers, which are kept otherwise, modules and hooks."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_compress.collectives import consensus
 from lightning_compress.collectives.collective import Collective
-from lightning_compress.collectives.connection import (
+from lightning_compress.contrib.asynchronous.connection import (
     BYE,
     FAILED,
     FIRST_KIND,

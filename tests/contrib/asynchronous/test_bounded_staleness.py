@@ -1,6 +1,7 @@
 """Ranks that train at their own pace within a bound: what every model is, who waits for whom, and what ends a wait."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -9,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_compress.asynchronous import bounded_staleness
-from lightning_compress.asynchronous.bounded_staleness import PAUSE, UPDATE, BoundedStaleness
-from lightning_compress.asynchronous.ssp import SSP
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.collectives.links import GoneError, Links, Message
+from lightning_compress.contrib.asynchronous import bounded_staleness
+from lightning_compress.contrib.asynchronous.bounded_staleness import PAUSE, UPDATE, BoundedStaleness
+from lightning_compress.contrib.asynchronous.links import GoneError, Links, Message
+from lightning_compress.contrib.asynchronous.ssp import SSP
 from tests.helpers.lives import live
 from tests.helpers.training import digits
 
@@ -280,13 +281,19 @@ def _trained(compressor, staleness, steps):
     return _loss(each.net), sent
 
 
-def test_codecs_train_as_float32_does(pools):
-    loss, dense = pools[3].run(_trained, "none", 2, 150)[0]
-    assert loss < 0.25
-    for compressor in ("onebit", FOUR_BITS, "qsgd", TOPK):
-        reached, sent = pools[3].run(_trained, compressor, 2, 150)[0]
-        assert reached < loss + 0.25, compressor  # of 2.3 at first; how stale updates are differs from run to run
-        assert sent < dense / 2, compressor
+@pytest.fixture(scope="module")
+def dense(pools):
+    """The loss in float32, and the bytes."""
+    return pools[3].run(_trained, "none", 2, 100)[0]
+
+
+@pytest.mark.parametrize("compressor", ["onebit", FOUR_BITS, "qsgd", TOPK], ids=str)
+def test_codecs_train_as_float32_does(pools, dense, compressor):
+    loss, whole = dense
+    assert loss < 0.5
+    reached, sent = pools[3].run(_trained, compressor, 2, 100)[0]
+    assert reached < loss + 0.25  # of 2.3 at first; how stale updates are differs from run to run
+    assert sent < whole / 2
 
 
 def _resumed(compressor):
@@ -371,7 +378,8 @@ def _other_states():
 
 def test_another_saved_state_is_an_error(pools):
     for said in pools[2].run(_other_states):
-        assert "rank 0 is at step 0, and rank 1 has had its first 10 steps; resume all ranks from the same" in said
+        wanted = r"rank 0 is at step [0-3], and rank 1 has had its first 10 steps; resume all ranks from the same"
+        assert re.search(wanted, said)  # rank 0 may have gone on for as long as it need not wait
 
 
 def _not_finite():

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_compress.asynchronous.modulo_pairs import ModuloAverage, check_settings
-from lightning_compress.asynchronous.pairwise import Askers, PairwiseAverage
-from lightning_compress.asynchronous.shared_model import SharedModel
 from lightning_compress.codecs import Dense, Method
-from lightning_compress.collectives.links import Links, Message, Reply
+from lightning_compress.contrib.asynchronous.links import Links, Message, Reply
+from lightning_compress.contrib.asynchronous.modulo_pairs import ModuloAverage, check_settings
+from lightning_compress.contrib.asynchronous.pairwise import Askers, PairwiseAverage
+from lightning_compress.contrib.asynchronous.shared_model import SharedModel
 from lightning_compress.core.registry import build
 from lightning_compress.gossip.build import COMPRESSORS
 from lightning_compress.gossip.moniqua import Moniqua

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_compress.asynchronous.pairwise import AGAIN, BUSY, CELLS, CODES, PairwiseAverage
-from lightning_compress.asynchronous.shared_model import CHUNK, SharedModel
-from lightning_compress.collectives.links import Links, Message, Reply
+from lightning_compress.contrib.asynchronous.links import Links, Message, Reply
+from lightning_compress.contrib.asynchronous.pairwise import AGAIN, BUSY, CELLS, CODES, PairwiseAverage
+from lightning_compress.contrib.asynchronous.shared_model import CHUNK, SharedModel
 from lightning_compress.gossip.lattice import Blocks, Lattice
 from lightning_compress.gossip.moniqua import Moniqua
 

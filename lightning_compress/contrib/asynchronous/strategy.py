@@ -9,25 +9,20 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_compress.asynchronous.async_gossip import AsyncGossip
-from lightning_compress.asynchronous.shared_work import SharedBatches
+from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
+from lightning_compress.contrib.asynchronous.shared_work import SharedBatches
 from lightning_compress.strategies.common import register
-from lightning_compress.strategies.constructors import constructor
+from lightning_compress.strategies.constructors import ASYNCHRONOUS, constructor
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.rendezvous import EVERY, Rendezvous
 from lightning_compress.strategies.sidecar import Tree
 from lightning_compress.strategies.signals import ELSEWHERE, END, STEP, Place
 
-NAMES: dict[str, dict[str, object]] = {
-    "async_gossip": {},
-    "async_gossip_moniqua": {"compressor": "moniqua"},
-}
-"""Arguments of ``AsyncGossipStrategy`` by registered name."""
 PASSES = 1 << 24
 """Passes over one list of batches at most, so that each list has numbers of its own."""
 _ALONE = "give share_work=False, so that every rank has as many batches"
@@ -241,15 +236,15 @@ class AsyncGossipMixin(PeriodicMixin):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``NAMES``, each with its variants."""
-        register(strategy_registry, cls, "Asynchronous gossip", NAMES)
+        """Register the names of ``ASYNCHRONOUS``, each with its variants."""
+        register(strategy_registry, cls, "Asynchronous gossip", ASYNCHRONOUS)
 
 
 class AsyncGossipStrategy(AsyncGossipMixin, DDPStrategy):
     """Decentralised training in which no rank waits for another: a slow one, or a slow link, holds up nobody.
 
-    The arguments are those of ``lightning_compress.asynchronous.AsyncGossip`` and of ``PeriodicStrategy`` (``state``,
-    ``strict_state``, Lightning's own). When it pays, and what it costs: docs/async.md.
+    The arguments are those of ``lightning_compress.asynchronous.async_gossip.AsyncGossip`` and of
+    ``PeriodicStrategy`` (``state``, ``strict_state``, Lightning's own). When it pays, and what it costs: docs/async.md.
 
     Raises:
         ValueError: a name or setting is unknown, a value is out of range, or an argument belongs to
@@ -278,6 +273,3 @@ def check_shared_work(trainer: Any) -> None:
                 f"share_work=True and {setting}: ranks that share their batches are at different steps, and would "
                 f"count apart; use epochs, or {_ALONE}"
             )
-
-
-AsyncGossipStrategy.register_strategies(StrategyRegistry)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from lightning_compress.collectives.links import Links
+from lightning_compress.contrib.asynchronous.links import Links
 
 
 class Senders:

@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
-from lightning_compress.collectives import TorchCollective, connection, links
-from lightning_compress.collectives.links import FIRST_KIND, HEADER, GoneError, Links, Reply
+from lightning_compress.collectives import TorchCollective
+from lightning_compress.contrib.asynchronous import connection, links
+from lightning_compress.contrib.asynchronous.links import FIRST_KIND, HEADER, GoneError, Links, Reply
 
 CPU = torch.device("cpu")
 ASK, TELL, SLEEP, RAISE = range(FIRST_KIND, FIRST_KIND + 4)

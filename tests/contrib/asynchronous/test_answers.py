@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from lightning_compress import kernels
-from lightning_compress.asynchronous import shared_model
-from lightning_compress.asynchronous.modulo_pairs import ModuloAverage
-from lightning_compress.asynchronous.pairwise import AGAIN, CELLS, CHANGE, CODES, MODEL, PairwiseAverage
-from lightning_compress.asynchronous.shared_model import CHUNK, SharedModel
 from lightning_compress.codecs.packing.planes import pack_codes, unpack_codes
+from lightning_compress.contrib.asynchronous import shared_model
+from lightning_compress.contrib.asynchronous.modulo_pairs import ModuloAverage
+from lightning_compress.contrib.asynchronous.pairwise import AGAIN, CELLS, CHANGE, CODES, MODEL, PairwiseAverage
+from lightning_compress.contrib.asynchronous.shared_model import CHUNK, SharedModel
 from lightning_compress.gossip.moniqua import Moniqua
-from tests.asynchronous.helpers import Direct
+from tests.contrib.asynchronous.helpers import Direct
 
 NUMEL = 2 * CHUNK + 1001
 """Three chunks; the last one fills no byte at 4 bits."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_compress.collectives.links import Message
+from lightning_compress.contrib.asynchronous.links import Message
 
 
 def body_of(parts):

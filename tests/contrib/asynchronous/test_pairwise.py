@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_compress.asynchronous.modulo_pairs import EVERY, ModuloAverage
-from lightning_compress.asynchronous.pairwise import Askers, PairwiseAverage
-from lightning_compress.asynchronous.shared_model import SharedModel
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.collectives.links import Links
+from lightning_compress.contrib.asynchronous.links import Links
+from lightning_compress.contrib.asynchronous.modulo_pairs import EVERY, ModuloAverage
+from lightning_compress.contrib.asynchronous.pairwise import Askers, PairwiseAverage
+from lightning_compress.contrib.asynchronous.shared_model import SharedModel
 from lightning_compress.gossip.moniqua import Moniqua
 
 CPU = torch.device("cpu")
@@ -76,7 +76,9 @@ def _averaged(graph, questions, jump, bits=None):
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize(("size", "graph"), [(2, "ring"), (3, "ring"), (4, "complete")])
+@pytest.mark.parametrize(
+    ("size", "graph"), [(2, "ring"), (3, "ring"), pytest.param(4, "complete", marks=pytest.mark.thorough)]
+)
 def test_the_mean_stays_and_models_meet(pools, size, graph, bits):
     found = pools[size].run(_averaged, graph, 200, 5.0, bits)
     for drift, (before, after), asked, _, error in found:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_compress.asynchronous.async_gossip import AsyncGossip
+from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 
 
 def _called(algorithm):
