@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
+from lightning_compress.codecs import Method
+from lightning_compress.exchanges import Pattern
 from lightning_compress.gossip import ALGORITHMS
+from lightning_compress.gossip.algorithm import Algorithm
+from lightning_compress.gossip.moniqua import Moniqua
+from lightning_compress.gossip.topology import Topology
+from lightning_compress.periodic.fragment import Outer
 from lightning_compress.periodic.gossip import Gossip
-from lightning_compress.periodic.local_sgd import OPTIONS, LocalSGD
-from lightning_compress.periodic.synchroniser import Synchroniser
-from lightning_compress.settings.options import Options
+from lightning_compress.periodic.local_sgd import LocalSGD
+from lightning_compress.settings.automatic import Automatic
 from lightning_compress.strategies.common import register
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.sidecar import SavedState
@@ -37,40 +41,59 @@ ASYNCHRONOUS: dict[str, dict[str, object]] = {
 """Arguments of contrib's ``AsyncGossipStrategy`` by registered name."""
 
 
-def constructor(makes: type[Synchroniser], more: Iterable[inspect.Parameter] = ()) -> Callable[..., None]:
-    """Return an ``__init__`` for a strategy that takes a synchroniser's arguments and builds it.
-
-    Args:
-        makes: the synchroniser's class.
-        more: parameters that it takes by name, in addition to those of its signature.
-    """
-    parameters = inspect.signature(makes, eval_str=True).parameters.values()
-    known = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-    known += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in more]
-
-    def __init__(  # noqa: N807
-        self: Any, *args: Any, state: SavedState = "sidecar", strict_state: bool = False, **kwargs: Any
-    ) -> None:
-        named = {each.name: kwargs.pop(each.name) for each in known if each.name in kwargs}
-        PeriodicMixin.__init__(self, makes(*args, **named), state, strict_state, **kwargs)
-
-    us, *_, state, strict, rest = inspect.signature(__init__, eval_str=True).parameters.values()
-    __init__.__signature__ = inspect.Signature([us, *known, state, strict, rest])  # type: ignore[attr-defined]
-    return __init__
-
-
-def _option(name: str) -> inspect.Parameter:
-    """Return the parameter of one of the compression's ``Options``."""
-    usual = getattr(Options, name, None)
-    usual = usual if isinstance(usual, bool | int | str) else None
-    named = inspect.signature(Options.of, eval_str=True).parameters
-    return named.get(name) or inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=usual, annotation=Any)
-
-
 class LocalSGDMixin(PeriodicMixin):
     """Turn a ``DDPStrategy`` into one of local steps; see ``LocalSGDStrategy``."""
 
-    __init__ = constructor(LocalSGD, map(_option, OPTIONS))
+    def __init__(
+        self,
+        sync_every: int = 16,
+        outer: Outer | str | dict[str, Any] = "average",
+        compressor: Method | Automatic | str | dict[str, Any] = "auto",
+        averaged_steps: int = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float | None = None,
+        evaluate: Literal["anchor", "mean"] = "anchor",
+        buffers: dict[str, Literal["mean", "rank0"]] | None = None,
+        on_nonfinite: Literal["pass", "skip", "raise"] = "skip",
+        check_drift_every: int = 1,
+        *,
+        exchange: Pattern | str | dict[str, Any] = "auto",
+        error_feedback: bool | str | dict[str, Any] | None = None,
+        warmup_steps: int | None = None,
+        min_numel: int = 1024,
+        seed: int | None = 0,
+        schedule: str | dict[str, Any] | None = None,
+        rules: Sequence[dict[str, Any]] | None = (),
+        deterministic: bool = False,
+        on_drift: Literal["error", "resync"] = "error",
+        state: SavedState = "sidecar",
+        strict_state: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        steps = LocalSGD(
+            sync_every,
+            outer,
+            compressor,
+            averaged_steps,
+            fragments,
+            delay,
+            alpha,
+            evaluate,
+            buffers,
+            on_nonfinite,
+            check_drift_every,
+            exchange=exchange,
+            error_feedback=error_feedback,
+            warmup_steps=warmup_steps,
+            min_numel=min_numel,
+            seed=seed,
+            schedule=schedule,
+            rules=rules,
+            deterministic=deterministic,
+            on_drift=on_drift,
+        )
+        super().__init__(steps, state, strict_state, **kwargs)
 
     def _finish_steps(self) -> None:
         if list(self._counts.values()).count(self.attempts) > 1:
@@ -98,7 +121,26 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
 class GossipMixin(PeriodicMixin):
     """Turn a ``DDPStrategy`` into one that trains by gossip; see ``GossipStrategy``."""
 
-    __init__ = constructor(Gossip)
+    def __init__(
+        self,
+        algorithm: Algorithm | str | dict[str, Any] = "dpsgd",
+        topology: Topology | str | dict[str, Any] | list[Any] = "ring",
+        compressor: Method | Moniqua | str | dict[str, Any] | None = "auto",
+        sync_every: int = 1,
+        evaluate: Literal["mean", "local"] = "mean",
+        buffers: dict[str, Literal["mean", "rank0"]] | None = None,
+        average_states: bool = False,
+        meet_every: int = 32,
+        seed: int | None = 0,
+        *,
+        state: SavedState = "sidecar",
+        strict_state: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        gossip = Gossip(
+            algorithm, topology, compressor, sync_every, evaluate, buffers, average_states, meet_every, seed
+        )
+        super().__init__(gossip, state, strict_state, **kwargs)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

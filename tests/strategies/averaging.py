@@ -6,7 +6,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_compress.collectives import CountingCollective
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.periodic import Synchroniser
-from lightning_compress.strategies.constructors import constructor
 from lightning_compress.strategies.periodic import PeriodicMixin
 
 
@@ -73,4 +72,5 @@ class Mean(Synchroniser):
 class Averaging(PeriodicMixin, DDPStrategy):
     """Over it."""
 
-    __init__ = constructor(Mean)
+    def __init__(self, every=3, **kwargs):
+        super().__init__(Mean(every), **kwargs)

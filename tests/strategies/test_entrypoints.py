@@ -1,5 +1,6 @@
 """Every door a user comes in by: names, command line, YAML, both Lightning namespaces, spawned processes."""
 
+import inspect
 import pickle
 import subprocess
 import sys
@@ -9,8 +10,11 @@ import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_compress import CompressedDDPStrategy
+from lightning_compress import AsyncGossipStrategy, CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy
 from lightning_compress.codecs import OneBit, TopK
+from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
+from lightning_compress.periodic.gossip import Gossip
+from lightning_compress.periodic.local_sgd import OPTIONS, LocalSGD
 from lightning_compress.settings.parsing import COMPRESSORS
 from tests.helpers.table import table
 from tests.helpers.training import Net, digits, loader, parameters
@@ -25,6 +29,21 @@ def test_registered(name, variant):
     assert isinstance(strategy, CompressedDDPStrategy)
     if variant.startswith("_find"):
         assert strategy._ddp_kwargs["find_unused_parameters"] is True
+
+
+@pytest.mark.parametrize(
+    ("strategy", "builds"),
+    [(LocalSGDStrategy, LocalSGD), (GossipStrategy, Gossip), (AsyncGossipStrategy, AsyncGossip)],
+)
+def test_a_strategy_has_the_arguments_of_what_it_builds(strategy, builds):
+    own, theirs, ddp = (inspect.signature(each).parameters for each in (builds, strategy, CompressedDDPStrategy))
+    named = {name: each.default for name, each in own.items() if each.kind != each.VAR_KEYWORD}
+    if builds is LocalSGD:
+        named |= {name: ddp[name].default for name in OPTIONS}
+    assert named | {"state": "sidecar", "strict_state": False} == {
+        name: each.default for name, each in theirs.items() if each.kind != each.VAR_KEYWORD
+    }
+    assert list(theirs)[: len(named)] == list(named)
 
 
 def test_registering_twice_changes_nothing():

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_compress.core.errors import ExchangeError
-from lightning_compress.strategies.constructors import constructor
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.resume import _checked
 from lightning_compress.strategies.signals import CLOCK, HANDLERS, LOOP
@@ -356,7 +355,8 @@ class MeanOfParameters(Mean):
 
 
 class Parameters(PeriodicMixin, DDPStrategy):
-    __init__ = constructor(MeanOfParameters)
+    def __init__(self, **kwargs):
+        super().__init__(MeanOfParameters(), **kwargs)
 
 
 def _caches(folder):

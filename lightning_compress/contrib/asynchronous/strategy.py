@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.contrib.asynchronous.shared_work import SharedBatches
+from lightning_compress.gossip.topology import Topology
 from lightning_compress.strategies.common import register
-from lightning_compress.strategies.constructors import ASYNCHRONOUS, constructor
+from lightning_compress.strategies.constructors import ASYNCHRONOUS
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.rendezvous import EVERY, Rendezvous
-from lightning_compress.strategies.sidecar import Tree
+from lightning_compress.strategies.sidecar import SavedState, Tree
 from lightning_compress.strategies.signals import ELSEWHERE, END, STEP, Place
 
 PASSES = 1 << 24
@@ -98,7 +99,22 @@ class AsyncRendezvous(Rendezvous):
 class AsyncGossipMixin(PeriodicMixin):
     """Turn a ``DDPStrategy`` into one without waiting; see ``AsyncGossipStrategy``."""
 
-    __init__ = constructor(AsyncGossip)
+    def __init__(
+        self,
+        algorithm: str | dict[str, Any] = "adpsgd",
+        topology: Topology | str | dict[str, Any] | list[Any] | None = None,
+        compressor: Any = "auto",
+        share_work: bool = True,
+        answer_timeout: float = 30.0,
+        buffers: dict[str, str] | None = None,
+        seed: int | None = 0,
+        *,
+        state: SavedState = "sidecar",
+        strict_state: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        gossip = AsyncGossip(algorithm, topology, compressor, share_work, answer_timeout, buffers, seed)
+        super().__init__(gossip, state, strict_state, **kwargs)
 
     synchroniser: AsyncGossip
     rendezvous: AsyncRendezvous
