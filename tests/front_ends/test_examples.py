@@ -44,9 +44,9 @@ def run(folder, *words, timeout=200):
 )
 def test_a_loop_resumes(tmp_path, run, command):
     common = [*command, "--compressor", "topk"]
-    whole = run(tmp_path, *common, "--checkpoint", "whole")
+    whole = run(tmp_path, *common, "--checkpoint", "whole", "--epochs", 2)
     run(tmp_path, *common, "--checkpoint", "half", "--epochs", 1)
-    again = run(tmp_path, *common, "--checkpoint", "half", "--resume")
+    again = run(tmp_path, *common, "--checkpoint", "half", "--epochs", 2, "--resume")
     losses = [re.findall(r"validation: loss ([\d.]+)", each) for each in (whole, again)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 1

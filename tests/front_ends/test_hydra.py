@@ -45,17 +45,25 @@ def run(folder, *overrides):
     return forked.run(SCRIPT, FOUND, "hydra.run.dir=out", *overrides, cwd=folder, env=variables(), timeout=150)
 
 
-def test_it_trains_and_resumes(tmp_path):
-    """Lightning starts the second rank of the first run, by a command line for Hydra."""
-    done = run(tmp_path, "trainer.devices=2", "compressor=onebit", "seed=1")
+def by_lightning(folder, *overrides):
+    """The second rank is one that Lightning starts, by a command line for Hydra."""
+    done = run(folder, *overrides)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "float32 would send 1.23 MB (20.9 x as much)" in done.stdout
+    return done.stdout + done.stderr
+
+
+def by_forks(folder, *overrides):
+    return "\n".join(forked.ranks([SCRIPT, FOUND, "hydra.run.dir=out", *overrides], cwd=folder, env=variables()))
+
+
+# recipes.train starts as the first of them does: tests/recipes/test_train.py
+@pytest.mark.parametrize("train", [pytest.param(by_lightning, marks=pytest.mark.thorough), by_forks])
+def test_it_trains_and_resumes(tmp_path, train):
+    options = ["trainer.devices=2", "compressor=onebit", "seed=1"]
+    assert "float32 would send 1.23 MB (20.9 x as much)" in train(tmp_path, *options)
     first = tmp_path / "out/checkpoints/epoch=0.ckpt"
     assert len(list(first.with_name(f"{first.name}.lc").iterdir())) == 2
-    options = [FOUND, "hydra.run.dir=out", "trainer.devices=2", "compressor=onebit", "seed=1", f"ckpt_path='{first}'"]
-    again = "\n".join(forked.ranks([SCRIPT, *options], cwd=tmp_path, env=variables()))
-    assert "float32 would send" in again
-    assert "begins again" not in again
+    assert "begins again" not in train(tmp_path, *options, f"ckpt_path='{first}'")
 
 
 @pytest.mark.parametrize(

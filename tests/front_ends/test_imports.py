@@ -30,6 +30,11 @@ TRAINERS = "\n".join(
         "async_gossip": "lightning_compress.AsyncGossipStrategy",
     }.items()
 )
+ALONE = """
+import sys
+from lightning_compress import attach, compare
+assert not {"lightning", "pytorch_lightning", "wandb", "hydra"} & {*sys.modules}
+"""
 INSTANTIATED = """
 from hydra.utils import instantiate
 codec = {"_target_": "lightning_compress.codecs.TopK", "density": 0.1}
@@ -67,6 +72,7 @@ def test_every_name_may_be_imported_first(tmp_path):
     statements = [
         *firsts(),
         "\n".join(["import lightning", *firsts()]),
+        ALONE,
         f"import lightning_compress\nfrom lightning.pytorch import Trainer\n{TRAINERS}",
         f"from lightning.pytorch import Trainer\nimport lightning_compress\n{TRAINERS}",
         "from pytorch_lightning import Trainer\nimport lightning_compress\n"

@@ -123,21 +123,6 @@ def test_pytorch_lightning(pools, strategy):
     assert (first == second).all()
 
 
-ALONE = """
-import sys
-import lightning_compress
-assert not {"lightning", "pytorch_lightning", "wandb", "hydra"} & set(sys.modules)
-import lightning.pytorch as pl
-strategy = pl.Trainer(strategy="compressed_ddp_onebit", accelerator="cpu", devices=1, logger=False).strategy
-assert type(strategy) is lightning_compress.CompressedDDPStrategy
-"""
-
-
-def test_attach_does_without_lightning_and_names_are_known_whichever_is_imported_first():
-    run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=BARE, timeout=200)
-    assert run.returncode == 0, run.stderr[-3000:]
-
-
 def _spawned(said):
     """A run whose two processes are spawned by Lightning."""
     strategy = "compressed_ddp_topk_spawn"
