@@ -220,4 +220,4 @@ def test_kernels_that_are_asked_for_are_there():
 def test_what_runs_by_turns_is_there(place):
     path, _, name = place.partition("::")
     assert (ROOT / "tests" / path).exists()
-    assert not name or f"def {name}(" in (ROOT / "tests" / path).read_text()
+    assert name in ("", "*") or f"def {name}(" in (ROOT / "tests" / path).read_text()

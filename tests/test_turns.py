@@ -42,6 +42,16 @@ def test_every_case_has_its_turn(monkeypatch, cases, share, runs):
     assert {name for each in taken for name in each} == (set(names) if share else set())
 
 
+def test_the_tests_of_a_file_may_take_turns(monkeypatch):
+    monkeypatch.setattr(turns, "EVERY", {"a.py::*": 2, "a.py::test_always": 1})
+    always, one, two, again, other = (
+        f"tests/{name}"
+        for name in ("a.py::test_always", "a.py::test_1", "a.py::test_2[x]", "a.py::test_2[y]", "b.py::t")
+    )
+    taken = [run_in(turn, [always, one, two, again, other], monkeypatch) for turn in range(2)]
+    assert taken == [[always, one, again, other], [always, two, other]]
+
+
 def test_every_size_has_its_turn(monkeypatch):
     taken = set()
     for turn in range(4):

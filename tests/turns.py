@@ -40,6 +40,8 @@ EVERY = {
     "collectives/test_wire.py::test_gossip_sends_its_bits_to_two_neighbours": 2,
     "collectives/test_wire.py::test_interface_counters_agree": 9,
     "config/test_every_yaml.py::test_composes_and_builds": 8,
+    "commands/test_doctor.py::test_a_fault_of_a_network_is_found": 2,
+    "commands/test_doctor.py::test_a_healthy_network_gives_no_alarm": 3,
     "config/test_every_yaml.py::test_experiments_set_what_their_papers_do": 3,
     "config/test_every_yaml.py::test_head_comment_has_a_command_that_composes": 12,
     "config/test_sweeps.py::test_a_cell_trains": 3,
@@ -61,6 +63,9 @@ EVERY = {
     "engine/test_modes.py::test_lossless_settings_are_stock_ddp_in_every_mode": 5,
     "engine/test_staggered.py::test_nothing_is_lost": 6,
     "engine/test_unused.py": 6,
+    "examples/test_examples.py::*": 3,
+    "examples/test_examples.py::test_readme_names_every_file": 1,
+    "examples/test_examples.py::test_torchrun_goes_on_from_its_last_checkpoint": 1,
     "exchanges/sparse/test_same_elements.py": 3,
     "exchanges/test_adagrad.py::test_it_is_the_papers_with_two_residuals": 3,
     "exchanges/test_auto.py::test_ranks_whose_parts_of_a_node_differ_in_size_choose_alike": 3,
@@ -79,12 +84,15 @@ EVERY = {
     "kernels/test_kernels.py::test_same_sums": 3,
     "periodic/test_local_sgd.py": 4,
     "periodic/test_plain_loop.py::test_ranks_end_on_one_model": 3,
+    "recipes/test_minibatch.py::test_steps_grow_and_rates_with_them": 2,
+    "recipes/test_nmt.py::test_what_is_logged": 2,
     "recipes/test_results.py::test_every_run_composes": 2,
     "recipes/test_resume.py": 2,
-    "recipes/test_simulation.py": 2,
+    "recipes/test_simulation.py": 6,
     "recipes/test_train.py::test_killing_the_first_process_ends_the_others": 0,
-    "recipes/test_train.py::test_parameters_of_another_precision": 2,
-    "recipes/test_train.py::test_what_a_page_shows_has_an_effect": 2,
+    "recipes/test_train.py::test_parameters_of_another_precision": 4,
+    "recipes/test_train.py::test_ranks_that_share_batches_count_epochs": 2,
+    "recipes/test_train.py::test_what_a_page_shows_has_an_effect": 4,
     "settings/test_automatic.py::test_the_ratio_is_that_of_the_plans": 4,
     "strategies/test_delay.py::test_resumes_bit_for_bit": 6,
     "strategies/test_delay.py::test_resumes_bit_for_bit_with_everything_that_is_kept": 4,
@@ -112,7 +120,18 @@ EVERY = {
     "triton": 6,
     "triton/test_compiled.py": 0,
 }
-"""One of how many cases of a test runs, by folder, file or test under ``tests``; 0: none. A test of one case runs."""
+"""One of how many cases of a test runs, by folder, file or test under ``tests``; 0: none. A test of one case runs.
+
+``file::*``: the tests of a file are the cases of one, but for those that are named themselves.
+"""
+
+
+def _group(name):
+    """Return whose case a test is: its own without what stands in brackets, or its file's, as ``file::*``."""
+    test = name.split("[")[0]
+    whole = f"{test.split('::')[0]}::*"
+    by_file = whole.removeprefix("tests/") in EVERY and test.removeprefix("tests/") not in EVERY
+    return whole if by_file else test
 
 
 def _share(name, default):
@@ -132,7 +151,7 @@ def mark_thorough(items):
     cases = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("thorough"):
-            cases[item.nodeid.split("[")[0]].append(item)
+            cases[_group(item.nodeid)].append(item)
     for name, own in cases.items():
         share = _share(name, REAL_RANKS if "pools" in own[0].fixturenames else 1)
         first = TURN % min(share, len(own)) if share else len(own)

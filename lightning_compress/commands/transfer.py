@@ -47,18 +47,23 @@ class Flow:
 def send(sockets: Sequence[socket.socket], seconds: float) -> dict[str, Any]:
     """Send as much as possible for some seconds, and return what TCP counted after ``SETTLED``.
 
-    Queued data is discarded at the end, because a slow link would take long for it.
+    It ends early where the other host has closed all of them. Queued data is discarded at the end, because a slow link
+    would take long for it.
     """
     data = memoryview(bytes(CHUNK))
     start = time.monotonic()
     before, measured = [[0] * 5] * len(sockets), False
     with _watching(sockets, selectors.EVENT_WRITE) as watched:
-        while (passed := time.monotonic() - start) < seconds:
+        while watched.get_map() and (passed := time.monotonic() - start) < seconds:
             if passed > SETTLED * seconds and not measured:
                 before, measured = [_counted(each) for each in sockets], True
             for ready, _ in watched.select(seconds - passed if measured else SETTLED * seconds - passed):
-                with suppress(OSError):  # full, or closed by the other host
+                try:
                     ready.fileobj.send(data)  # type: ignore[union-attr]
+                except BlockingIOError:  # full
+                    continue
+                except OSError:  # closed by the other host: it would be ready for ever
+                    watched.unregister(ready.fileobj)
     after = [_counted(each) for each in sockets]
     for each in sockets:
         each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

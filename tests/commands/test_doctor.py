@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 
 from benchmarks._network.lab import Lab
 from lightning_compress.__main__ import spelled
-from lightning_compress.commands import crowd, diagnosis, host, peer
+from lightning_compress.commands import crowd, diagnosis, host, peer, transfer
 from lightning_compress.commands.diagnosis import Direction, End, Finding, nccl_takes
 from lightning_compress.commands.doctor import Report, doctor
 from lightning_compress.commands.host import Crowd, Host, Route
@@ -301,6 +302,16 @@ def test_a_host_that_goes_away_is_told():
     end()
 
 
+def test_a_transfer_ends_with_the_other_host():
+    """A socket whose other end is gone is always ready: sending would turn without a pause until its time is up."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    for _, theirs in pairs:
+        theirs.close()
+    started = time.monotonic()
+    assert transfer.send([ours for ours, _ in pairs], 30.0) == {"resent": 0.0, "held": 0.0}
+    assert time.monotonic() - started < 5
+
+
 def test_a_host_that_is_silent_is_told():
     silence = threading.Event()
     asking, end = served(int(free_port()), lambda serving: silence.wait(30))
@@ -377,9 +388,9 @@ def test_a_port_that_is_taken():
 def test_a_codec_is_timed_alone_and_in_all_ranks(monkeypatch):
     counts, milliseconds = [], crowd._milliseconds
     monkeypatch.setattr(crowd, "_milliseconds", lambda each: (counts.append(len(each)), milliseconds(each))[1])
-    timed = crowd.measured(3)
-    assert counts == [1] * crowd.TRIES + [3] * crowd.TRIES
-    assert (timed.ranks, timed.cores, timed.threads) == (3, len(os.sched_getaffinity(0)), 1)
+    timed = crowd.measured(2)
+    assert counts == [1] * crowd.TRIES + [2] * crowd.TRIES
+    assert (timed.ranks, timed.cores, timed.threads) == (2, len(os.sched_getaffinity(0)), 1)
     assert timed.alone_ms > 0
     assert timed.together_ms > 0
 
@@ -553,6 +564,6 @@ def test_a_dead_peer_is_told(nodes):
     asking = nodes.start(1, "--peer", nodes.lab.address(0), "--seconds", "30")
     serving.join(3)  # until they measure
     serving.kill()
-    asking.join(120)
+    asking.join(15)  # it does not send for the rest of the 30 s
     assert asking.exitcode == 1
     assert "10.77.0.1 closed the connection" in nodes.said(1)

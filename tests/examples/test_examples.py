@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.helpers import forked
 from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,9 @@ TYPED = {
 """The command of each file."""
 CELLS = """
 import json, sys
-sys.ps1 = "as in a notebook: Lightning looks for it"
+for module in sys.modules.values():  # Lightning, which is imported here, looks once for what a notebook has
+    if "_IS_INTERACTIVE" in vars(module):
+        module._IS_INTERACTIVE = True
 space = {"__name__": "__main__"}
 for cell in json.load(open("notebook.ipynb"))["cells"]:
     if cell["cell_type"] == "code":
@@ -59,14 +62,22 @@ class Place:
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
 
-    def start(self, typed, cwd=None, **variables):
+    def environment(self, **variables):
         taken = re.compile("SLURM|MASTER|GLOO|NCCL|NODE_RANK|PET_")
         kept = {name: value for name, value in os.environ.items() if not taken.match(name)}
         kept |= {"PATH": f"{self.folder / 'bin'}:{kept['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return kept | variables
+
+    def under_torchrun(self, script, **options):
+        """What ranks print that torchrun would have started: here, in forks."""
+        options = {"cwd": self.folder, "env": self.environment()} | options
+        return "\n".join(forked.ranks([self.folder / script], torchrun=True, **options))
+
+    def start(self, typed, cwd=None, **variables):
         return subprocess.Popen(
             ["bash", "-euc", typed],
             cwd=cwd or self.folder,
-            env=kept | variables,
+            env=self.environment(**variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -100,7 +111,12 @@ def place(tmp_path):
 def expected(tmp_path_factory):
     """The result of the plain script."""
     plain = Place(tmp_path_factory.mktemp("plain"))
-    found = result(ended(plain.start(TYPED["plain.py"], MASTER_PORT=free_port())))
+    python, *words = shlex.split(TYPED["plain.py"])
+    assert python == "python"
+    # its second process is one that Lightning starts, by the command line that it makes of its own
+    done = forked.run(*words, cwd=plain.folder, env=plain.environment(MASTER_PORT=free_port()))
+    assert done.returncode == 0, done.stderr
+    found = result(done.stdout + done.stderr)
     sent, steps, dense, loss = found
     assert steps == "192"
     assert 6 < float(dense) / float(sent) < 8
@@ -115,6 +131,11 @@ def test_readme_names_every_file():
         assert name in PAGE, name
 
 
+@pytest.mark.thorough  # but for its first process's start, the plain script ran already
+def test_plain_as_typed(place, expected):
+    assert result(ended(place.start(TYPED["plain.py"], MASTER_PORT=free_port()))) == expected
+
+
 @pytest.mark.thorough  # started as the plain script is
 def test_lightning_cli(place, expected):
     assert result(ended(place.start(TYPED["cli.py"], MASTER_PORT=free_port()))) == expected
@@ -123,7 +144,7 @@ def test_lightning_cli(place, expected):
 def test_torchrun_goes_on_from_its_last_checkpoint(place, expected):
     typed = TYPED["torchrun.py"].replace("torchrun ", f"torchrun --master-port {free_port()} ", 1)
     place.replace("torchrun.py", "max_epochs=3", "max_epochs=2")
-    ended(place.start(typed))
+    place.under_torchrun("torchrun.py")
     place.replace("torchrun.py", "max_epochs=2", "max_epochs=3")
     *_, loss = result(ended(place.start(typed)))
     assert loss == expected[-1]
@@ -151,27 +172,35 @@ def test_slurm(place, expected):
     assert result(said) == expected
 
 
-def test_kubernetes(place, expected):
+@pytest.mark.parametrize("start", ["forks", pytest.param("torchrun", marks=pytest.mark.thorough)])
+def test_kubernetes(place, expected, start):
     job = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
     variables = {each["name"]: each["value"] for each in trainer["env"]}
     assert all(isinstance(value, str) for value in variables.values())
+    folders = [place.folder / f"pod{node}" for node in range(trainer["numNodes"])]
+    for folder in folders:
+        folder.mkdir()
+    if start == "forks":
+        assert trainer["command"] == ["torchrun", "/examples/torchrun.py"]
+        own = place.environment(**variables | {"GLOO_SOCKET_IFNAME": "lo"})
+        pods = {"nodes": trainer["numNodes"], "each": trainer["numProcPerNode"], "cwd": folders}
+        assert result(place.under_torchrun("torchrun.py", env=own, **pods)) == expected
+        return
     # What the runtime torch-distributed sets in each pod
     variables |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
     variables |= {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
     typed = shlex.join(trainer["command"]).replace("/examples/", f"{place.folder}/")
     pods = []
-    for node in range(trainer["numNodes"]):
-        folder = place.folder / f"pod{node}"
-        folder.mkdir()
+    for node, folder in enumerate(folders):
         pods.append(place.start(typed, cwd=folder, PET_NODE_RANK=str(node), **variables))
     assert result(ended(*pods)) == expected
 
 
 def test_bare_ddp(place, expected):
-    typed = TYPED["bare_ddp.py"].replace("torchrun ", f"torchrun --master-port {free_port()} ", 1)
-    said = ended(place.start(typed))
+    assert TYPED["bare_ddp.py"] == "torchrun --nproc-per-node 2 bare_ddp.py"
+    said = place.under_torchrun("bare_ddp.py")
     sent, dense = (int(number.replace(",", "")) for number in re.search(r"sent: (\S+) .* send (\S+)", said).groups())
     assert f"{sent / 1e6:.3g}" == expected[0]
     assert f"{dense / 1e6:.3g}" == expected[2]
@@ -184,6 +213,7 @@ def test_notebook(place, expected):
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     assert not any(cell.get("outputs") for cell in notebook["cells"])
     (place.folder / "cells.py").write_text(CELLS)
-    said = ended(place.start("python cells.py", MASTER_PORT=free_port()))
-    assert result(said) == expected
-    assert "onebit" in said
+    done = forked.run("cells.py", cwd=place.folder, env=place.environment(MASTER_PORT=free_port()))
+    assert done.returncode == 0, done.stderr
+    assert result(done.stdout + done.stderr) == expected
+    assert "onebit" in done.stdout

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.config.composing import ROOT
+from tests.helpers import forked
 
 EXAMPLES = ROOT / "examples"
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
@@ -16,6 +17,12 @@ LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
 
 def absent(name):
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
+
+
+def by_forks(folder, *words):
+    """The example's two ranks, in forks."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return "\n".join(forked.ranks(words, cwd=folder, env=variables))
 
 
 def run(folder, *words, timeout=200):
@@ -27,17 +34,19 @@ def run(folder, *words, timeout=200):
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("run", "command"),
     [
-        pytest.param([EXAMPLES / "fabric.py"], id="fabric"),
-        pytest.param([*LAUNCH, EXAMPLES / "accelerate_train.py"], id="accelerate", marks=absent("accelerate")),
+        pytest.param(by_forks, [EXAMPLES / "fabric.py"], id="fabric"),
+        # Fabric starts the second rank: the only difference
+        pytest.param(run, [EXAMPLES / "fabric.py"], id="fabric itself", marks=pytest.mark.thorough),
+        pytest.param(run, [*LAUNCH, EXAMPLES / "accelerate_train.py"], id="accelerate", marks=absent("accelerate")),
     ],
 )
-def test_a_loop_resumes(tmp_path, command):
+def test_a_loop_resumes(tmp_path, run, command):
     common = [*command, "--compressor", "topk"]
-    whole = run(tmp_path, *common, "--checkpoint", "whole")
+    whole = run(tmp_path, *common, "--checkpoint", "whole", "--epochs", 2)
     run(tmp_path, *common, "--checkpoint", "half", "--epochs", 1)
-    again = run(tmp_path, *common, "--checkpoint", "half", "--resume")
+    again = run(tmp_path, *common, "--checkpoint", "half", "--epochs", 2, "--resume")
     losses = [re.findall(r"validation: loss ([\d.]+)", each) for each in (whole, again)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 1

@@ -12,6 +12,7 @@ from tests.config.composing import CONF, ROOT
 from tests.helpers import forked
 
 TEMPLATE = ROOT / "examples/hydra_template"
+SCRIPT = TEMPLATE / "src/train.py"
 FOUND = f"hydra.searchpath=[file://{CONF}]"  # what pkg://lightning_compress.conf is where this tree is not installed
 
 
@@ -36,21 +37,33 @@ def test_the_strategy_brings_its_groups():
     assert isinstance(strategy_of(gossip, "compressor=moniqua", "seed=null"), GossipStrategy)
 
 
+def variables():
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 def run(folder, *overrides):
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [TEMPLATE / "src/train.py", FOUND, "hydra.run.dir=out", *overrides]
-    return forked.run(*words, cwd=folder, env=variables, timeout=150)
+    return forked.run(SCRIPT, FOUND, "hydra.run.dir=out", *overrides, cwd=folder, env=variables(), timeout=150)
 
 
-def test_it_trains_and_resumes(tmp_path):
-    done = run(tmp_path, "trainer.devices=2", "compressor=onebit", "seed=1")
+def by_lightning(folder, *overrides):
+    """The second rank is one that Lightning starts, by a command line for Hydra."""
+    done = run(folder, *overrides)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "float32 would send 1.23 MB (20.9 x as much)" in done.stdout
+    return done.stdout + done.stderr
+
+
+def by_forks(folder, *overrides):
+    return "\n".join(forked.ranks([SCRIPT, FOUND, "hydra.run.dir=out", *overrides], cwd=folder, env=variables()))
+
+
+# recipes.train starts as the first of them does: tests/recipes/test_train.py
+@pytest.mark.parametrize("train", [pytest.param(by_lightning, marks=pytest.mark.thorough), by_forks])
+def test_it_trains_and_resumes(tmp_path, train):
+    options = ["trainer.devices=2", "compressor=onebit", "seed=1"]
+    assert "float32 would send 1.23 MB (20.9 x as much)" in train(tmp_path, *options)
     first = tmp_path / "out/checkpoints/epoch=0.ckpt"
     assert len(list(first.with_name(f"{first.name}.lc").iterdir())) == 2
-    again = run(tmp_path, "trainer.devices=2", "compressor=onebit", "seed=1", f"ckpt_path='{first}'")
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert "begins again" not in again.stderr
+    assert "begins again" not in train(tmp_path, *options, f"ckpt_path='{first}'")
 
 
 @pytest.mark.parametrize(

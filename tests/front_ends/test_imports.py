@@ -42,6 +42,11 @@ assert type(made) is ours.AsyncGossipStrategy and made._start_method == "fork"
 assert made.synchroniser._settings.compressor
 ours.AsyncGossipStrategy.register_strategies(registry)
 """
+ALONE = """
+import sys
+from lightning_compress import attach, compare
+assert not {"lightning", "pytorch_lightning", "wandb", "hydra"} & {*sys.modules}
+"""
 INSTANTIATED = """
 from hydra.utils import instantiate
 codec = {"_target_": "lightning_compress.codecs.TopK", "density": 0.1}
@@ -79,6 +84,7 @@ def test_every_name_may_be_imported_first(tmp_path):
     statements = [
         *firsts(),
         "\n".join(["import lightning", *firsts()]),
+        ALONE,
         f"import lightning_compress\nfrom lightning.pytorch import Trainer\n{TRAINERS}",
         f"from lightning.pytorch import Trainer\nimport lightning_compress\n{TRAINERS}",
         "from pytorch_lightning import Trainer\nimport lightning_compress\n"

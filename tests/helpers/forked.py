@@ -6,11 +6,14 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from benchmarks._faults.ranks import forking
 from tests.helpers import loopback
+from tests.helpers.ports import free_port
 from tests.helpers.processes import PRELOADED
 
 CLONE_NEWNS, MS_SLAVE, MS_REC, MNT_DETACH = 0x20000, 1 << 19, 0x4000, 2
@@ -57,6 +60,48 @@ def run(*words, cwd, env, timeout=120):
             process.join()
             raise subprocess.TimeoutExpired(words, timeout, *(file.read_bytes() for file in files))
         return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text() for file in files))
+
+
+def ranks(words, nodes=1, each=2, *, cwd, env, torchrun=False, timeout=200):
+    """Start a script's ranks at once, in the environment that a launcher gives each; for what launches are not about.
+
+    Args:
+        words: as of ``start``.
+        nodes: machines, as far as the ranks are told.
+        each: ranks on each of them.
+        cwd: of all ranks; with several nodes, a list with one for each.
+        env: what all ranks have; the launcher's own is added.
+        torchrun: with what torchrun tells its ranks, beside what the Trainer tells those that it starts itself.
+        timeout: seconds after which all are killed.
+
+    Returns:
+        What each rank printed, in the order of the ranks.
+    """
+    size, port = nodes * each, free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        files, started = [Path(folder, f"rank{rank}") for rank in range(size)], []
+        for rank, file in enumerate(files):
+            node, local = divmod(rank, each)
+            told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": node, "LOCAL_RANK": local}
+            told |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": each}
+            if torchrun:
+                told |= {"GROUP_RANK": node, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": 0}
+            own = env | {name: str(value) for name, value in told.items()}
+            place = cwd[node] if isinstance(cwd, list) else cwd
+            started.append(start(words, cwd=place, env=own, stdout=file, stderr=file))
+        end = time.monotonic() + timeout
+        try:
+            while alive := [rank.sentinel for rank in started if rank.exitcode is None]:
+                # where one fails, the others would wait for it
+                if any(rank.exitcode for rank in started) or not wait(alive, max(0, end - time.monotonic())):
+                    break
+        finally:
+            for rank in started:
+                rank.kill()
+                rank.join()
+        said = [file.read_text() for file in files]
+    assert not any(rank.exitcode for rank in started), "\n".join(said)
+    return said
 
 
 def _begin(words, cwd, env, files, network):

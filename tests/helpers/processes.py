@@ -19,7 +19,15 @@ from tests.helpers.loopback import enter
 
 NUMBA = "lightning_compress.core.vector_numba"
 USED = ("omegaconf", "sklearn.datasets", "torch.profiler")
-PRELOADED = (*PRELOAD, *USED, NUMBA, "tests.helpers.training", "tests.cases", "tests.helpers.frozen")
+PRELOADED = (
+    *PRELOAD,
+    *USED,
+    NUMBA,
+    "tests.helpers.numba_ready",
+    "tests.helpers.training",
+    "tests.cases",
+    "tests.helpers.frozen",
+)
 
 
 class RankError(AssertionError):

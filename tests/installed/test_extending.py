@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.ports import free_port
+from tests.helpers import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text()
@@ -32,7 +32,7 @@ def trained(epochs, path=None):
     return runs, torch.cat([each.detach().flatten() for each in model.parameters()])
 
 if __name__ == "__main__":
-    exec(open("train.py").read(), {"__name__": "__main__"})  # here: ranks are started by this file's name
+    exec(open("train.py").read(), {"__name__": "__main__"})
     first, before = trained(1)
     first.save_checkpoint("one.ckpt")
     _, resumed = trained(2, "one.ckpt")
@@ -49,29 +49,27 @@ with hydra.initialize_config_dir(version_base="1.3", config_dir=sys.argv[1]):
 """
 
 
-def run(*command, cwd, site=None):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, (cwd, site, ROOT))))}
-    environment |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": free_port()}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+ANEW = "from lightning_compress.core import registry; registry._offered.cache_clear()\n"
+"""A new process would look for installed packages; a fork of one that has looked must be told."""
+
+
+def surroundings(cwd, site):
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (cwd, site, ROOT))), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder that the page's package is installed into."""
+    """The folder that the page's package is installed into, by the page's command."""
     folder = tmp_path_factory.mktemp("extending")
-    source = folder / "source"
+    source, target = folder / "source", folder / "site"
     (source / "lightning_linear8").mkdir(parents=True)
     (source / "lightning_linear8" / "__init__.py").write_text(f"{CODEC}\n\n{UNBIASED}")
     (settings,) = [body for kind, body in BLOCKS if kind == "toml"]
     (source / "pyproject.toml").write_text(settings)
-    build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
-    run(sys.executable, *build, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
-    target = folder / "site"
-    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel)]
-    run(sys.executable, *pip, cwd=folder)
+    (typed,) = [body.split() for kind, body in BLOCKS if kind == "bash"]
+    apart = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(target)]
+    done = subprocess.run([sys.executable, "-m", *typed, *apart], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     return target
 
 
@@ -82,8 +80,9 @@ def test_every_block_is_tried_here():
 
 def test_it_trains_by_name_and_goes_on(site, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
-    (tmp_path / "resumed.py").write_text(RESUMED)
-    said = run(sys.executable, "resumed.py", cwd=tmp_path, site=site)  # which runs the other first
+    (tmp_path / "resumed.py").write_text(ANEW + RESUMED)
+    ranks = forked.ranks(["resumed.py"], cwd=tmp_path, env=surroundings(tmp_path, site))  # which runs the other first
+    said = "\n".join(ranks)
     assert "linear8" in said
     assert "THE SAME" in said
     sidecars = list((tmp_path / "first.ckpt.lc").glob("*.pt"))
@@ -98,6 +97,8 @@ def test_it_keeps_the_laws_and_hydra_builds_it(site, tmp_path):
     defaults = "defaults:\n  - _self_\n  - strategy: compressed_ddp\n"
     (tmp_path / "conf" / "app.yaml").write_text(defaults)
     (override,) = re.findall(r"Without a file: `'(.*)'`", PAGE)
-    script = LAWS + REDUCER + COMPOSED
-    said = run(sys.executable, "-c", script, str(tmp_path / "conf"), override, cwd=tmp_path, site=site)
-    assert said.count("BUILT Linear8(levels=63)") == 2
+    script = ANEW + LAWS + REDUCER + COMPOSED
+    words = ["-c", script, tmp_path / "conf", override]
+    done = forked.run(*words, cwd=tmp_path, env=surroundings(tmp_path, site))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("BUILT Linear8(levels=63)") == 2

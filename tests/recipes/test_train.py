@@ -37,6 +37,7 @@ from recipes.tables.record import read_result, report
 from recipes.tracking import go_on_writing
 from recipes.train import train as run_recipe
 from tests.config.composing import ROOT, composed
+from tests.helpers import forked
 from tests.helpers.ports import free_port
 from tests.helpers.wandb_server import Server
 from tests.recipes.test_sweep import gone
@@ -64,6 +65,16 @@ def train(*overrides: str, folder: Path, launcher: tuple[str, ...] = ()) -> subp
     )
 
 
+def forked_train(*overrides: str, folder: Path, ranks: int) -> subprocess.CompletedProcess[str]:
+    """The same in forks: of one rank, which starts the other as ever, or of both."""
+    words = ["-m", "recipes.train", *overrides, f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
+    env = alone() | {"PYTHONPATH": str(ROOT)}
+    if ranks == 1:
+        return forked.run(*words, cwd=ROOT, env=env)
+    said = forked.ranks(words, each=ranks, cwd=ROOT, env=env)
+    return subprocess.CompletedProcess(words, 0, "\n".join(said), "")
+
+
 def files_of(folder: Path) -> str:
     """What is readable in the log of the one W&B run below a folder."""
     (log,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -78,6 +89,8 @@ def test_two_processes_with_a_compressor(start: str, tmp_path: Path) -> None:
     overrides += ["compressor=topk", "compressor.density=0.05"]
     if start == "torchrun":
         done = train(*overrides, folder=tmp_path, launcher=TORCHRUN)
+    elif start == "popen":
+        done = forked_train(*overrides, folder=tmp_path, ranks=1)
     else:
         done = train(*overrides, f"strategy.start_method={start}", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -480,8 +493,7 @@ def test_csv_files_keep_what_spawned_processes_wrote(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compressor", ["moniqua", "none"])
 def test_ranks_that_share_batches_count_epochs(tmp_path: Path, compressor: str) -> None:
     overrides = ["debug=fast", "trainer=cpu_2proc", "strategy=async_gossip", "trainer.limit_train_batches=1.0"]
-    done = train(*overrides, f"compressor={compressor}", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = forked_train(*overrides, f"compressor={compressor}", folder=tmp_path, ranks=2)
     assert done.stdout.count("test accuracy") == 1
 
 

@@ -1,11 +1,15 @@
 """Every door a user comes in by: names, command line, YAML, both Lightning namespaces, spawned processes."""
 
 import inspect
+import multiprocessing
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
@@ -16,9 +20,12 @@ from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.periodic.gossip import Gossip
 from lightning_compress.periodic.local_sgd import OPTIONS, LocalSGD
 from lightning_compress.settings.parsing import COMPRESSORS
+from tests.helpers.ports import free_port
+from tests.helpers.processes import PRELOADED, forking
 from tests.helpers.table import table
 from tests.helpers.training import Net, digits, loader, parameters
 
+BARE = {"PYTHONPATH": ".", "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 CLASS_PATH = "lightning_compress.CompressedDDPStrategy"
 
 
@@ -135,25 +142,59 @@ def test_pytorch_lightning(pools, strategy):
     assert (first == second).all()
 
 
-SPAWNED = """
-if __name__ == "__main__":
-    import sys
-    import lightning_compress
-    assert not {"lightning", "pytorch_lightning", "wandb", "hydra"} & set(sys.modules)
-    import lightning.pytorch as pl
-    strategy = pl.Trainer(strategy="compressed_ddp_onebit", accelerator="cpu", devices=1, logger=False).strategy
-    assert type(strategy) is lightning_compress.CompressedDDPStrategy
-    from tests.helpers.training import Net, digits, loader
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="compressed_ddp_topk_spawn", max_steps=3,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False)
+def _spawned(said):
+    """A run whose two processes are spawned by Lightning."""
+    strategy = "compressed_ddp_topk_spawn"
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=3, callbacks=[Says(said)], **quiet)
     trainer.fit(Net(), loader(digits()))
+
+
+class Says(pl.Callback):
+    """Writes down what each rank sent."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, trainer, module):
+        sent = trainer.strategy.comm_stats()["total_bytes_sent"]
+        Path(self.folder, f"rank{trainer.global_rank}").write_text(f"{trainer.global_step} {sent}")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_processes_spawn(tmp_path, monkeypatch):
+    """All that a spawned process is sent is pickled, but it is a fork of a server that has imported everything."""
+    contexts = multiprocessing.get_context
+
+    def get_context(method=None):
+        return forking(PRELOADED) if method == "spawn" else contexts(method)
+
+    monkeypatch.setattr(multiprocessing, "get_context", get_context)
+    monkeypatch.setattr(torch.multiprocessing, "get_context", get_context)
+    monkeypatch.setenv("MASTER_PORT", free_port())
+    _spawned(str(tmp_path))
+    said = [(tmp_path / f"rank{rank}").read_text().split() for rank in (0, 1)]
+    assert [steps for steps, _ in said] == ["3", "3"]
+    assert all(float(sent) > 0 for _, sent in said)
+
+
+SPAWNED = """
+import sys
+from tests.strategies.test_entrypoints import _spawned
+if __name__ == "__main__":
+    _spawned(sys.argv[1])
 """
 
 
-def test_attach_does_without_lightning_names_are_known_whichever_is_imported_first_and_processes_spawn(tmp_path):
+@pytest.mark.thorough  # three new processes, each of which imports everything
+def test_new_processes_spawn(tmp_path):
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED)
-    environment = {"PYTHONPATH": ".", "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=200)
+    run = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, env=BARE, timeout=200)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "max_steps=3` reached" in run.stderr, run.stderr[-3000:]
+    assert (tmp_path / "rank1").exists()
