@@ -135,8 +135,8 @@ SHARED = {"compressor", "exchange", "rules", "schedule", "error_feedback", "seed
 
 @pytest.mark.parametrize("setting", [each.name for each in fields(Options) if each.name not in SHARED])
 def test_a_setting(setting):
-    """The strategies that take it, what was chosen and what runs now, the line that says so, and what it is for."""
-    assert len(naming({setting})) <= {"on_nonfinite": 7, "min_numel": 7}.get(setting, 5)
+    """Both strategies that take it, local steps, what was chosen, the line that says so, and what it is for."""
+    assert len(naming({setting})) <= {"on_nonfinite": 8, "min_numel": 8}.get(setting, 6)
 
 
 USED = {
