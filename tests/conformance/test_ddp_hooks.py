@@ -115,7 +115,7 @@ def _parity(settings, arguments, steps=5):
 
 
 def _every_lossless(arguments):
-    return {name: _parity({"compressor": method}, arguments) for name, method in LOSSLESS.items()}
+    return {name: _parity({"compressor": method}, arguments, steps=3) for name, method in LOSSLESS.items()}
 
 
 MODES = [

@@ -15,7 +15,7 @@ def _train(folder):
         file.write(str(strategy.comm_stats()["total_bytes_sent"]))
 
 
-@pytest.mark.parametrize("cycles", [3, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("cycles", [2, pytest.param(50, marks=pytest.mark.thorough)])
 def test_start_and_stop(tmp_path, cycles):
     for cycle in range(cycles):
         folder = tmp_path / str(cycle)

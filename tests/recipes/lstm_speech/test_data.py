@@ -243,7 +243,9 @@ def test_real_fsdd(tmp_path: Path) -> None:
 SMALL: dict[str, Any] = {"train_size": 6, "val_size": 2, "test_size": 3, "batch_size": 2}
 
 
-def test_spoken_is_the_same_for_the_same_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_spoken_is_the_same_for_the_same_seed_and_named_if_damaged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     first, second = Spoken(cache=str(tmp_path / "a"), **SMALL), Spoken(cache=str(tmp_path / "b"), seed=5, **SMALL)
     first.setup("fit")
     assert "speaking digits: 11 of 11" in capfd.readouterr().err
@@ -262,14 +264,10 @@ def test_spoken_is_the_same_for_the_same_seed(tmp_path: Path, capfd: pytest.Capt
     assert not capfd.readouterr().err  # from the cache
     assert torch.equal(again.parts["test"].utterances[2].sound, first.parts["test"].utterances[2].sound)
     assert {path.suffix for path in (tmp_path / "a").iterdir()} <= {".npz", ".lock"}
-
-
-def test_a_damaged_corpus_is_named(tmp_path: Path) -> None:
-    Spoken(cache=str(tmp_path), **SMALL).setup("fit")
-    (path,) = tmp_path.glob("*.npz")
+    (path,) = (tmp_path / "a").glob("*.npz")
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(ValueError, match=r"\.npz: damaged .*delete it"):
-        Spoken(cache=str(tmp_path), **SMALL).setup("fit")
+        Spoken(cache=str(tmp_path / "a"), **SMALL).setup("fit")
 
 
 def test_without_the_synthesiser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
