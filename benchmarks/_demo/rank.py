@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._demo.entries import RATES, Entry
 from benchmarks._demo.pace import Wire, pace
-from benchmarks._network.lab import bits_per_second, set_rate
+from benchmarks.harness.lab import bits_per_second, set_rate
 from lightning_compress import CompressedDDPStrategy
 from recipes import task as recipe
 from recipes.config import build

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks._network.methods import optimizer, settings
-from benchmarks._network.models import MODELS, batch
 from benchmarks._network.ping import round_trip_ms
 from benchmarks._network.rank import COUNTER
+from benchmarks.harness.models import MODELS, batch
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.strategies import signals
 

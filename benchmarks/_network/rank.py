@@ -21,9 +21,9 @@ from torch import Tensor
 from benchmarks._local import Alone, Local
 from benchmarks._network import replay
 from benchmarks._network.methods import delayed, local, make, optimizer
-from benchmarks._network.models import MODELS, batch
 from benchmarks._network.report import report
 from benchmarks._network.trace import Recorder, Turn
+from benchmarks.harness.models import MODELS, batch
 from lightning_compress.exchanges.message import MessagePlan
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks._network.methods import make, optimizer
-from benchmarks._network.models import MODELS
 from benchmarks._network.rank import COUNTER
 from benchmarks._network.report import report
+from benchmarks.harness.models import MODELS
 from lightning_compress.planning.predict import BACKWARD
 
 

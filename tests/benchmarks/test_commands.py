@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._network import lab
+from benchmarks.harness import lab
 from recipes.tables.lineage import PARENT
 from tests.test_docs import PAGES, current
 from tests.test_house import ROOT

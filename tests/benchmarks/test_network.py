@@ -9,8 +9,9 @@ import torch
 
 from benchmarks import network
 from benchmarks._gossip.rank import METHODS as OVER_LINKS
-from benchmarks._network import lab, methods, plot, relay, show
-from benchmarks._network.launch import run_ranks
+from benchmarks._network import methods, plot, show
+from benchmarks.harness import lab, relay
+from benchmarks.harness.launch import run_ranks
 from lightning_compress.core.layout import Layout
 from lightning_compress.settings.run_state import RunState
 from tests.helpers.labs import forked_ranks, root

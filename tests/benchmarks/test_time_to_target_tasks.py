@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from benchmarks._network.lab import Here
-from benchmarks._network.launch import run_ranks as run_told
 from benchmarks._target import methods, store, tasks, whole
 from benchmarks._target.launch import run_ranks
 from benchmarks._target.steps import Steps
 from benchmarks._target.times import Times
 from benchmarks._target.whole import Check, Whole
+from benchmarks.harness.lab import Here
+from benchmarks.harness.launch import run_ranks as run_told
 from tests.benchmarks.test_error import write_text
 from tests.helpers.data import public_data
 

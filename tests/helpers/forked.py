@@ -9,7 +9,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from benchmarks._faults.ranks import forking
+from benchmarks.harness.forking import forking
 from tests.helpers import loopback
 from tests.helpers.processes import PRELOADED
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._network.lab import Here, Lab, die_with_parent
+from benchmarks.harness.lab import Here, Lab, die_with_parent
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """For glibc, which would give gradients' memory back in some runs and not in others: page faults then take up to 10 ms
@@ -37,7 +37,7 @@ def run_ranks(
         try:
             for rank in range(lab.ranks):
                 processes.append(_start(lab, rank, told, Path(folder), module, heard and not rank))
-            failed = _first_failed(processes)
+            failed = first_failed(processes)
         finally:
             for process in processes:
                 process.kill()
@@ -72,7 +72,7 @@ def _start(
         )
 
 
-def _first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:
+def first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:
     """Wait for all: the others of a rank that died would wait for it for as long as Gloo lets them."""
     while True:
         codes = [process.poll() for process in processes]
