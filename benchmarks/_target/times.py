@@ -111,7 +111,7 @@ class Times:
     def _key(self, place: Place) -> tuple[str, str, Any, str]:
         settings = {"task": self.task.name, "ranks": self.task.ranks, **asdict(place), "rows": self.rows}
         by = sorted({f"_target.{run['by']}" for run in self.rows.values()})
-        parts = ("_target.rank", *by, "harness.lab", "harness.launch")
+        parts = ("_target.rank", *by, "harness.lab", "harness.launch", "harness.rank")
         code = digest(self.task.module, *(f"benchmarks.{each}" for each in parts))
         return f"{self.task.name}/{self._kind}", place.name, settings, code
 

@@ -155,6 +155,12 @@ class Whole:
         task, cell = self._steps.task, self._cell(line)
         place = {"rate": self._place.rate, "delay_ms": self._place.delay_ms}
         settings = self._steps.key(cell) | {"until": self._until, "batches": self._batches, "place": place}
-        parts = ("_target.whole_rank", f"_target.{self._steps.runs[line.run]['by']}", "harness.lab", "harness.launch")
+        parts = (
+            "_target.whole_rank",
+            f"_target.{self._steps.runs[line.run]['by']}",
+            "harness.lab",
+            "harness.launch",
+            "harness.rank",
+        )
         code = digest(task.module, *(f"benchmarks.{each}" for each in parts))
         return f"{task.name}/whole", f"{self._place.rate}, {line.name}", settings, code

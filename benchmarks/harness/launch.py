@@ -25,7 +25,7 @@ def run_ranks(
 
     Args:
         lab: where they run.
-        told: what the module's ``main`` is given, but for ``rank``, ``ranks``, ``master``, ``store`` and ``result``.
+        told: what the module's ``find`` is given, besides what ``benchmarks.harness.rank`` needs.
         module: what they run.
         heard: what rank 0 prints is shown.
 
@@ -52,15 +52,14 @@ def run_ranks(
 def _start(
     lab: Lab | Here, rank: int, told: dict[str, Any], folder: Path, module: str, heard: bool
 ) -> subprocess.Popen[bytes]:
-    found = {"master": lab.address(0), "store": str(folder / "store"), "result": str(folder / f"rank{rank}.json")}
+    # on one machine without links, no port needs to be free
+    meet = f"file://{folder}/store" if isinstance(lab, Here) else f"tcp://{lab.address(0)}:29500"
+    master = "" if isinstance(lab, Here) else lab.address(0)
+    found = {"meet": meet, "master": master, "result": str(folder / f"rank{rank}.json")}
     note = folder / f"told{rank}.json"
     note.write_text(json.dumps(told | found | {"rank": rank, "ranks": lab.ranks}))
-    words = lab.command(rank, sys.executable, "-W", "ignore", "-m", module, str(note))
-    own = {
-        "GLOO_SOCKET_IFNAME": lab.interface,
-        "OMP_NUM_THREADS": "1",
-        "LOCAL_RANK": str(rank),
-    }  # Lightning asks for it
+    words = lab.command(rank, sys.executable, "-W", "ignore", "-m", "benchmarks.harness.rank", module, str(note))
+    own = {"GLOO_SOCKET_IFNAME": lab.interface, "OMP_NUM_THREADS": "1"}
     with (folder / f"rank{rank}.log").open("w") as log:
         return subprocess.Popen(
             words,
