@@ -25,10 +25,10 @@ from rich.table import Table
 
 from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive, positives
 from benchmarks._network.cells import measure
-from benchmarks._network.lab import bits_per_second
-from benchmarks._network.models import MODELS
 from benchmarks._network.plot import draw, panels
 from benchmarks._network.show import FREE
+from benchmarks.harness.lab import bits_per_second
+from benchmarks.harness.models import MODELS
 from lightning_compress.collectives.counting import all_reduce_bytes
 from lightning_compress.planning.predict import BACKWARD, Bucket, backward_seconds
 

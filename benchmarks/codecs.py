@@ -2,11 +2,9 @@
 
     python -m benchmarks.codecs --codecs onebit,topk --json codecs.json
     python -m benchmarks.codecs --device cuda --seconds 300 --json codecs.json
-    python -m benchmarks.codecs --feedback --codecs onebit,rotated,topk
 
 All that is measured takes turns. On a CPU the least thread CPU time counts, so that a busy machine does little harm. On
-a GPU the median counts, for a bucket of 25 MB and a vector of 1 GB, with kernels and with tensor operations. With
-``--feedback`` it is what encoding takes with LoCo's errors in 8 bits, against a residual.
+a GPU the median counts, for a bucket of 25 MB and a vector of 1 GB, with kernels and with tensor operations.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import _feedback
 from benchmarks._arguments import above_zero, file_to_write, positive
 from benchmarks._codecs import CASES, Case, plan_of
 from benchmarks._gpu import codecs_table
@@ -92,14 +89,13 @@ def main() -> None:
     )
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the figures there too")
     parser.add_argument("--codecs", help=f"which ones, by commas (default: all of {', '.join(CASES)})")
-    parser.add_argument("--feedback", action="store_true", help="time LoCo's feedback against a residual, on a CPU")
+    parser.add_argument("--feedback", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    known = list(_feedback.ENCODED if args.feedback else CASES)
-    names = args.codecs.split(",") if args.codecs else known
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(known)}")
-    if args.feedback and args.device == "cuda":
-        parser.error("--feedback is measured on a CPU")
+    if args.feedback:
+        parser.error("--feedback is no longer here: benchmarks.step times a whole step. Commit 14d387c5 still has it")
+    names = args.codecs.split(",") if args.codecs else list(CASES)
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(CASES)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; --device cpu measures on the CPU")
     if args.device == "cuda":
@@ -107,13 +103,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     numel = args.numel or 1 << 23
-    result = _surroundings(numel, args.repeats)
-    if args.feedback:
-        result["feedback"] = _feedback.measure(names, numel, args.repeats)
-        Console().print(_feedback.table(result["feedback"], numel))
-    else:
-        result |= measure({name: CASES[name] for name in names}, numel, args.repeats)
-        Console().print(_table(result))
+    result = _surroundings(numel, args.repeats) | measure({name: CASES[name] for name in names}, numel, args.repeats)
+    Console().print(_table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -19,8 +19,8 @@ from contextlib import ExitStack
 
 from benchmarks._demo.entries import ENTRIES, RATES, Entry
 from benchmarks._demo.table import Row, conclusion, table
-from benchmarks._network.lab import Here, Lab
-from benchmarks._network.launch import run_ranks
+from benchmarks.harness.lab import Here, Lab
+from benchmarks.harness.launch import run_ranks
 
 RANKS = 2
 

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._arguments import file_to_write, positive, positives
-from benchmarks._faults.injection import INJECTIONS
-from benchmarks._faults.training import METHODS
-from benchmarks._faults.trial import SkippedError, Trials
+from benchmarks.harness.faults.injection import INJECTIONS
+from benchmarks.harness.faults.training import METHODS
+from benchmarks.harness.faults.trial import SkippedError, Trials
 from recipes.tables.lineage import exit_on_sigterm
 
 

@@ -37,12 +37,12 @@ from typing import Any
 from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive, positives
 from benchmarks._network.cells import measure, record, replay
 from benchmarks._network.hooks import PYTORCH
-from benchmarks._network.lab import bits_per_second, check_delay
 from benchmarks._network.methods import BESIDE_LOCAL, FACTORS, OURS, SETS, delayed, make, settings
-from benchmarks._network.models import MODELS
 from benchmarks._network.plot import draw, panels
 from benchmarks._network.show import show, show_paper, title
 from benchmarks._network.trace import DENSE
+from benchmarks.harness.lab import bits_per_second, check_delay
+from benchmarks.harness.models import MODELS
 
 REPLAYED = [*DENSE, "bf16", "onebit", "rotated", "topk 1 %", "dgc 0.1 %", "powersgd 1"]
 ONLY_WITH = {"contended": {"record"}, "slow": {"replay", "validate"}, "faster": {"replay", "validate"}}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from benchmarks._network.lab import Lab
-from benchmarks._network.launch import _first_failed
+from benchmarks.harness.lab import Lab
+from benchmarks.harness.launch import first_failed
 from tests.helpers.labs import root
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +94,7 @@ class Hosts:
     def run(self, *scripts, environments=({}, {})):
         """Type one on each, wait for both, and give what they said."""
         processes = [self.start(script, rank, **environments[rank]) for rank, script in enumerate(scripts)]
-        failed = _first_failed(processes)
+        failed = first_failed(processes)
         assert failed is None, f"{NODES[failed]} said\n{self.said(failed)}"
         return [self.said(rank) for rank in range(len(scripts))]
 
@@ -184,7 +184,7 @@ def by_lightning():
 @pytest.mark.thorough
 def test_a_name_for_loopback_is_the_error_of_the_page(hosts):
     processes = [hosts.start(script, rank) for rank, script in enumerate(without_interface(by_lightning()))]
-    failed = _first_failed(processes)
+    failed = first_failed(processes)
     assert failed is not None
     shows(hosts.said(failed), ERROR)
     assert processes[1 - failed].poll() is None  # it waits, as the page warns

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._faults.ranks import forking
+from benchmarks.harness.forking import forking
 from lightning_compress import AsyncGossipStrategy
 
 RANKS, TIMEOUT_S, PATIENCE_S = 4, 2.0, 60.0

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks._digits import digits
 from benchmarks._gossip import training
-from benchmarks._network.lab import die_with_parent
+from benchmarks.harness.lab import die_with_parent
 from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.contrib.asynchronous.pairwise import PairwiseAverage
 from lightning_compress.core.random import mix

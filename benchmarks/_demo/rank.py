@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
@@ -23,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._demo.entries import RATES, Entry
 from benchmarks._demo.pace import Wire, pace
-from benchmarks._network.lab import bits_per_second, set_rate
+from benchmarks.harness.lab import bits_per_second, set_rate
 from lightning_compress import CompressedDDPStrategy
 from recipes import task as recipe
 from recipes.config import build
@@ -44,21 +41,16 @@ FEWEST, MOST = 5, 12
 """Steps that are timed at each rate."""
 
 
-def main(told: dict[str, Any]) -> None:
-    """Join the others, do every task, and leave the rows.
+def find(told: dict[str, Any]) -> dict[str, Any]:
+    """Do every task; return ``rows``.
 
     Args:
-        told: ``tasks``; ``paced``, whether links are played; ``rank``, ``ranks``, ``store``, ``result``.
+        told: ``tasks``; ``paced``, whether links are played.
     """
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    dist.init_process_group("gloo", init_method=f"file://{told['store']}", rank=told["rank"], world_size=told["ranks"])
-    rows = [row for given in told["tasks"] for row in rows_of(Entry(*given), paced=told["paced"])]
-    Path(told["result"]).write_text(json.dumps({"rows": rows}))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"rows": [row for given in told["tasks"] for row in rows_of(Entry(*given), paced=told["paced"])]}
 
 
 def rows_of(task: Entry, *, paced: bool) -> list[dict[str, Any]]:
@@ -204,7 +196,3 @@ class Timer(Callback):
         """Lift the limit."""
         dist.barrier()
         self._limit(None)
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

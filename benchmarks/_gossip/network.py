@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._gossip.rank import DDP, LOCAL_STEPS, METHODS
-from benchmarks._network.lab import Lab
-from benchmarks._network.launch import run_ranks
 from benchmarks._network.show import FREE, kappa
+from benchmarks.harness.lab import Lab
+from benchmarks.harness.launch import run_ranks
 
 
 def measure(

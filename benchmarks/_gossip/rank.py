@@ -6,14 +6,10 @@ for, and those that it answered. ``formula_bytes`` is what their messages are, w
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from math import isqrt
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from benchmarks._network.hooks import bf16_mean, power_sgd_state
-from benchmarks._network.ping import round_trip_ms
+from benchmarks.harness.rank import COUNTER
 from lightning_compress.codecs import Codec, OneBit, Rotated
 from lightning_compress.collectives import TorchCollective, World
 from lightning_compress.collectives.counting import Meter
@@ -34,7 +30,6 @@ from lightning_compress.gossip.build import build_algorithm, build_gossip_compre
 from lightning_compress.gossip.neighbours import Neighbours
 from lightning_compress.gossip.topology import build_topology
 
-COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 LOCAL_STEPS = 16
 DDP = "DDP's all-reduce"
 Step = Callable[[Tensor, int], object]
@@ -160,18 +155,12 @@ METHODS: dict[str, Callable[[int], Step]] = {
 }
 
 
-def main(told: dict[str, Any]) -> None:
-    """Join the others and do what is told: ``methods``, ``numel``, ``compute_ms``, ``steps``."""
-    torch.set_num_threads(1)
-    address, limit = f"tcp://{told['master']}:29500", timedelta(minutes=10)
-    dist.init_process_group("gloo", init_method=address, rank=told["rank"], world_size=told["ranks"], timeout=limit)
+def find(told: dict[str, Any]) -> dict[str, Any]:
+    """Do what is told: ``methods``, ``numel``, ``compute_ms``, ``steps``."""
     found: dict[str, Any] = {"ms": {}, "wire_bytes": {}, "own_ms": {}, "formula_bytes": {}, "averages": {}}
     for name in told["methods"]:
         _measure(name, told, found)
-    found["ping_ms"] = round_trip_ms(told["rank"], told["ranks"], told["master"])
-    Path(told["result"]).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def _measure(name: str, told: dict[str, Any], found: dict[str, Any]) -> None:
@@ -200,7 +189,3 @@ def _measure(name: str, told: dict[str, Any], found: dict[str, Any]) -> None:
     found["wire_bytes"][name] = (int(COUNTER.read_text()) - before) / told["steps"]
     if free is not None:
         free.close()
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._gpu.echo import device_of
-from benchmarks._gpu.nccl import share_a_gpu
+from benchmarks.harness.nccl import share_a_gpu
 from lightning_compress import attach
 from recipes.loading import draw
 from recipes.resnet.data import crop_and_flip

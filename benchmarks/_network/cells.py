@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from benchmarks._network.lab import Lab, bits_per_second
-from benchmarks._network.launch import run_ranks
 from benchmarks._network.trace import quicker
+from benchmarks.harness.lab import Lab, bits_per_second
+from benchmarks.harness.launch import run_ranks
 
 Found = dict[str, Any]
 

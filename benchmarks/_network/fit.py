@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import statistics
-import sys
 import time
 import warnings
 from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks._network.methods import optimizer, settings
-from benchmarks._network.models import MODELS, batch
-from benchmarks._network.ping import round_trip_ms
-from benchmarks._network.rank import COUNTER
+from benchmarks.harness.models import MODELS, batch
+from benchmarks.harness.rank import COUNTER
 from lightning_compress import CompressedDDPStrategy
 from lightning_compress.strategies import signals
 
@@ -74,14 +68,10 @@ class Clock(pl.Callback):
         return [(then - before, more - sent) for (before, sent), (then, more) in pairwise(seen)]
 
 
-def main(told: dict[str, Any]) -> None:
+def find(told: dict[str, Any]) -> dict[str, Any]:
     """Train with each method, alone and beside Lightning's broadcast, in turn."""
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning").setLevel(logging.ERROR)
-    rank, ranks = told["rank"], told["ranks"]
-    os.environ.update(LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"tcp://{told['master']}:29500", rank=rank, world_size=ranks)
     labels = [name + more for name in told["methods"] for more in ("", BROADCAST)]
     found: dict[str, list[tuple[float, int]]] = {label: [] for label in labels}
     for number in range(told["rounds"]):
@@ -90,11 +80,7 @@ def main(told: dict[str, Any]) -> None:
             found[label] += fit(told, label, told["steps"] // told["rounds"])
     medians = {label: 1e3 * statistics.median(each for each, _ in seen) for label, seen in found.items()}
     sent = {label: statistics.mean(each for _, each in seen) for label, seen in found.items()}
-    dist.barrier()
-    ping = round_trip_ms(rank, ranks, told["master"])
-    Path(told["result"]).write_text(json.dumps({"ms": medians, "wire_bytes": sent, "ping_ms": ping}))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"ms": medians, "wire_bytes": sent}
 
 
 def fit(told: dict[str, Any], label: str, steps: int) -> list[tuple[float, int]]:
@@ -120,7 +106,3 @@ def fit(told: dict[str, Any], label: str, steps: int) -> list[tuple[float, int]]
         inputs = batch(told["model"], told["rank"])
         trainer.fit(Module(told["model"]), DataLoader([inputs] * total, batch_size=None))  # type: ignore[arg-type]
     return clock.between()
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

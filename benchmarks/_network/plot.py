@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks._network.lab import bits_per_second
+from benchmarks.harness.lab import bits_per_second
 from recipes.tables.drawing import canvas, caption, legend, save, styles
 
 Cell = dict[str, Any]

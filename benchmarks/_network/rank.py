@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,18 +18,15 @@ from torch import Tensor
 from benchmarks._local import Alone, Local
 from benchmarks._network import replay
 from benchmarks._network.methods import delayed, local, make, optimizer
-from benchmarks._network.models import MODELS, batch
-from benchmarks._network.report import report
 from benchmarks._network.trace import Recorder, Turn
+from benchmarks.harness.models import MODELS, batch
+from benchmarks.harness.rank import COUNTER
 from lightning_compress.exchanges.message import MessagePlan
 
-COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
-
-def main(arguments: dict[str, Any]) -> None:
-    """Join the others and do what is told."""
-    replayed = "traces" in arguments
-    report(arguments, lambda: replay.play(arguments, COUNTER) if replayed else Measuring(arguments).run())
+def find(told: dict[str, Any]) -> dict[str, Any]:
+    """Do what is told."""
+    return replay.play(told, COUNTER) if "traces" in told else Measuring(told).run()
 
 
 class Measuring:
@@ -198,7 +192,3 @@ def counting_bits() -> Iterator[list[int]]:
 
     with mock.patch.object(MessagePlan, "encode", watched):
         yield counted
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from benchmarks._network import methods
-from benchmarks._network.models import MODELS, batch
 from benchmarks._network.trace import DENSE, wrapped_collectives
+from benchmarks.harness.models import MODELS, batch
 from lightning_compress import Compression
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine.hook import Workers

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._network.lab import bits_per_second
 from benchmarks._network.methods import ALONE, PAPER
-from benchmarks._network.models import MODELS
+from benchmarks.harness.lab import bits_per_second
+from benchmarks.harness.models import MODELS
 from lightning_compress.collectives.counting import all_reduce_bytes
 
 FREE = "no communication"

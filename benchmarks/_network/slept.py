@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks._network.methods import make, optimizer
-from benchmarks._network.models import MODELS
-from benchmarks._network.rank import COUNTER
-from benchmarks._network.report import report
+from benchmarks.harness.models import MODELS
+from benchmarks.harness.rank import COUNTER
 from lightning_compress.planning.predict import BACKWARD
 
 
@@ -60,13 +56,12 @@ class Asleep(nn.Module):
         return loss
 
 
-def main(told: dict[str, Any]) -> None:
-    """Measure what is told: ``model``, ``methods``, ``steps``, ``warm``, ``asleep_ms``."""
-    report(told, lambda: run(told))
+def find(told: dict[str, Any]) -> dict[str, Any]:
+    """Return ``ms`` and ``wire_bytes`` of a step by method: means of steps between which ranks do not meet.
 
-
-def run(told: dict[str, Any]) -> dict[str, Any]:
-    """Return ``ms`` and ``wire_bytes`` of a step by method: means of steps between which ranks do not meet."""
+    Args:
+        told: ``model``, ``methods``, ``steps``, ``warm``, ``asleep_ms``.
+    """
     found: dict[str, Any] = {"ms": {}, "wire_bytes": {}}
     for name in told["methods"]:
         torch.manual_seed(0)
@@ -95,7 +90,3 @@ def _settle(compression: Any) -> None:
     """Wait for what still travels."""
     if compression is not None:
         compression.stats()
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

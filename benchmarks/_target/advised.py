@@ -7,12 +7,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._network.lab import bits_per_second
 from benchmarks._target.methods import DENSE, FREE
 from benchmarks._target.show import WIDTH
 from benchmarks._target.tasks import Task
 from benchmarks._target.times import Place, Times
 from benchmarks.advise import TOLD, WITHIN
+from benchmarks.harness.lab import bits_per_second
 from lightning_compress.commands import advise
 
 ROWS = {

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from benchmarks._network.lab import Here, die_with_parent
 from benchmarks._target.methods import Run
 from benchmarks._target.tasks import Task
 from benchmarks._target.training import Data, builder, train
+from benchmarks.harness.lab import Here, die_with_parent
 
 
 def run_ranks(task: Task, data: Data, run: Run, *given: Any) -> dict[str, Any]:

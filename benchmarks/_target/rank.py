@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks._network.rank import COUNTER
-from benchmarks._network.report import report
 from benchmarks._target.methods import AUTO, rows
 from benchmarks._target.tasks import TASKS
 from benchmarks._target.training import build
+from benchmarks.harness.rank import COUNTER
 from lightning_compress.planning.summary import label
 
 MOST = 1000
@@ -26,16 +23,16 @@ RATE = 1e-3
 """Of learning; small, so that no method's numbers overflow in the few steps that are timed."""
 
 
-def main(told: dict[str, Any]) -> None:
+def find(told: dict[str, Any]) -> dict[str, Any]:
     """Measure what is told: ``task``, ``rows``, ``root``, ``rounds``, and ``warm`` and ``seconds`` of each round."""
-    report(told, lambda: Timing(told).run())
+    return Timing(told).run()
 
 
 class Timing:
     """Time all rows in turn, in rounds, so that what disturbs the machine disturbs all alike.
 
     Args:
-        told: see ``main``.
+        told: see ``find``.
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
@@ -97,7 +94,3 @@ def _spread(values: list[float]) -> float:
         return 1.0
     low, _, high = statistics.quantiles(values, n=4)
     return high / low
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

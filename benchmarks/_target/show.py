@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._network.lab import bits_per_second
 from benchmarks._target.compose import Cell, Entry
 from benchmarks._target.methods import AUTO, DDP, DENSE, HOOKS
 from benchmarks._target.steps import REPORTED, Steps
 from benchmarks._target.whole import Compared
+from benchmarks.harness.lab import bits_per_second
 from recipes.tables.drawing import MARKERS, canvas, caption, legend, save
 
 TARGETS = ("at 80 % of the budget", "final loss + 1 %")

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._network.lab import Lab, bits_per_second
-from benchmarks._network.launch import run_ranks
 from benchmarks._target.methods import DENSE, FREE, Run, rows_of
 from benchmarks._target.store import Store, digest
 from benchmarks._target.tasks import Task
+from benchmarks.harness.lab import Lab, bits_per_second
+from benchmarks.harness.launch import run_ranks
 
 BUSY = 0.1
 """Share of the machine's time that others may take when a measurement begins."""
@@ -111,7 +111,7 @@ class Times:
     def _key(self, place: Place) -> tuple[str, str, Any, str]:
         settings = {"task": self.task.name, "ranks": self.task.ranks, **asdict(place), "rows": self.rows}
         by = sorted({f"_target.{run['by']}" for run in self.rows.values()})
-        parts = ("_target.rank", *by, "_network.lab", "_network.launch")
+        parts = ("_target.rank", *by, "harness.lab", "harness.launch", "harness.rank")
         code = digest(self.task.module, *(f"benchmarks.{each}" for each in parts))
         return f"{self.task.name}/{self._kind}", place.name, settings, code
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks._network.lab import Lab
-from benchmarks._network.launch import run_ranks
 from benchmarks._target.compose import seconds
 from benchmarks._target.methods import Method, methods
 from benchmarks._target.steps import CHOOSING, REPORTED, Cell, Steps, reached
 from benchmarks._target.store import Store, digest
 from benchmarks._target.times import Times, wait_until_idle
+from benchmarks.harness.lab import Lab
+from benchmarks.harness.launch import run_ranks
 
 Ms = dict[str, float]
 """Milliseconds of a batch, by row."""
@@ -155,6 +155,12 @@ class Whole:
         task, cell = self._steps.task, self._cell(line)
         place = {"rate": self._place.rate, "delay_ms": self._place.delay_ms}
         settings = self._steps.key(cell) | {"until": self._until, "batches": self._batches, "place": place}
-        parts = ("_target.whole_rank", f"_target.{self._steps.runs[line.run]['by']}", "_network.lab", "_network.launch")
+        parts = (
+            "_target.whole_rank",
+            f"_target.{self._steps.runs[line.run]['by']}",
+            "harness.lab",
+            "harness.launch",
+            "harness.rank",
+        )
         code = digest(task.module, *(f"benchmarks.{each}" for each in parts))
         return f"{task.name}/whole", f"{self._place.rate}, {line.name}", settings, code

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks._network.report import report
 from benchmarks._target.methods import runs
 from benchmarks._target.tasks import TASKS
 from benchmarks._target.timed import SECONDS
 from benchmarks._target.training import train
 
 
-def main(told: dict[str, Any]) -> None:
-    """Train what is told: ``task``, ``root``, ``run``, by its name, and ``rate`` and others of ``train``."""
-    report(told, lambda: whole(told))
+def find(told: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``train`` does, and ``seconds`` of all batches up to each evaluation.
 
-
-def whole(told: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``train`` does, and ``seconds`` of all batches up to each evaluation."""
+    Args:
+        told: ``task``, ``root``, ``run``, by its name, and ``rate`` and others of ``train``.
+    """
     task, batches = TASKS[told["task"]], told["batches"]
     data, run = task.data(Path(told["root"])), {"by": "timed", "settings": runs(task)[told["run"]]}
     dist.barrier()
@@ -31,7 +27,3 @@ def whole(told: dict[str, Any]) -> dict[str, Any]:
     found = train(data, run, *given)
     spent = list(accumulate(SECONDS))
     return found | {"seconds": [round(spent[int(row[0]) - 1], 3) for row in found["curve"]]}
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))

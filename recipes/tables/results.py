@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from omegaconf import OmegaConf
 import lightning_compress
 from recipes.config import composed
 from recipes.tables import cells
+from recipes.tables.comparison import Comparison, Run
 from recipes.tables.lineage import exit_on_sigterm
 from recipes.tables.record import writable, write_whole
 from recipes.tables.results_page import write_page
@@ -44,8 +45,6 @@ __all__ = ["COLUMNS", "Comparison", "Run", "main", "pending", "read_rows", "read
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_suffix(".yaml")
-SHARED = ["trainer=cpu_2proc"]
-"""Overrides of every run: two processes on this machine's CPU."""
 QUIET = ["logger=none", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false"]
 """Overrides that change nothing of the training, so that the tables leave them out."""
 SHORT = [
@@ -59,58 +58,6 @@ COLUMNS = (
     *("unit", "score", "val_loss", "bytes_per_step", "ratio", "step_ms", "seconds", "versions", "date", "command"),
 )
 """Of a CSV file; ``command`` is what a run is known by."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One entry of ``recipes/tables/results.yaml``, whose head says what each field is."""
-
-    name: str
-    title: str
-    run: list[str]
-    methods: dict[str, list[str]]
-    seeds: list[int]
-    more_seeds: dict[str, list[int]] = field(default_factory=dict)
-    note: str = ""
-    data: list[str] = field(default_factory=list)
-    needs: str = ""
-    quick: list[str] = field(default_factory=list)
-
-    def shortened(self) -> Comparison:
-        """What stands for it with ``--quick``, where that has anything to show."""
-        title, seeds = f"{self.title}: its quick form, which only shows that it runs", self.seeds[:1]
-        return replace(self, title=title, note="", run=self.quick, seeds=seeds, more_seeds={}, data=[], needs="")
-
-    def runs(self, data: Path | None) -> list[Run]:
-        """All trainings, seed by seed; ``data`` is the folder of the public data sets."""
-        private = [each.format(data=data) for each in self.data]
-        further = sorted({seed for seeds in self.more_seeds.values() for seed in seeds})
-        return [
-            Run(self.name, method, settings, seed, [*SHARED, *self.run, *settings, f"seed={seed}"], private)
-            for seed in [*self.seeds, *further]
-            for method, settings in self.methods.items()
-            if seed in self.seeds or seed in self.more_seeds.get(method, ())
-        ]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training of a comparison."""
-
-    comparison: str
-    method: str
-    settings: list[str]
-    """Overrides of the method alone."""
-    seed: int
-    overrides: list[str]
-    """All that matter to the figures, in the order of the command line."""
-    private: list[str]
-    """Where this machine has the data."""
-
-    @property
-    def command(self) -> str:
-        """What a reader would type: the run's key. It does not say where the data is."""
-        return shlex.join(["python", "-m", "recipes.train", *self.overrides])
 
 
 def read_table(path: Path = TABLE) -> list[Comparison]:

@@ -6,10 +6,8 @@ import csv
 import statistics
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from recipes.tables.results import Comparison, Run
+from recipes.tables.comparison import Comparison, Run
 
 __all__ = ["write_page"]
 

@@ -6,13 +6,15 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks._network import lab
+from benchmarks.harness import lab
 from recipes.tables.lineage import PARENT
-from tests.test_docs import PAGES
+from tests.test_docs import PAGES, current
 from tests.test_house import ROOT
 
 COMMAND = re.compile(r"python -m (benchmarks(?:\.\w+)+|recipes\.(?:results|sweep))([^`\n]*)")
@@ -30,7 +32,7 @@ def commands():
     """Module and arguments of every documented command, each once."""
     found = {}
     for page in SOURCES:
-        text = page.read_text().replace("\\\n", " ")
+        text = current(page).replace("\\\n", " ")
         text = re.sub(r'(--methods "[^"\n]*),\n\s+', r"\1,", text)  # broken inside of quotes
         for module, rest in COMMAND.findall(text):
             words = re.split(r"\s#|[;)]", rest)[0]
@@ -76,6 +78,7 @@ REFUSED = [
     ("advise", "--models nothing", "is none of"),
     ("memory", "--compressors tpk", "tpk is none of"),
     ("codecs", "--repeats 0", "from 1 on"),
+    ("codecs", "--feedback", "benchmarks.step times a whole step"),
     ("codecs", "--numel -5", "from 1 on"),
     ("backward", "--rounds 0", "from 1 on"),
     ("backward", "--accuracy cifar10", "--data: give the folder"),
@@ -107,6 +110,12 @@ def test_what_cannot_be_run_is_refused_in_a_line(module, words, said, tmp_path, 
         main_of(f"benchmarks.{module}")()
     assert ended.value.code in (1, 2)
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_retired_benchmark_names_what_is_in_its_place():
+    ended = subprocess.run([sys.executable, "-m", "benchmarks.noise"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "docs/results/more-ranks.md has its figures. Commit 14d387c5" in ended.stderr
 
 
 @pytest.mark.parametrize("module", ["accuracy --root data", "recovery"])

@@ -20,7 +20,7 @@ from benchmarks._demo.entries import ENTRIES, RATES, Entry
 from benchmarks._demo.pace import Wire, pace
 from benchmarks._demo.rank import QUIET
 from benchmarks._demo.table import Row, conclusion, table
-from benchmarks._network import lab
+from benchmarks.harness import lab
 from lightning_compress import attach
 from recipes.task import Task
 from tests.benchmarks.test_network import namespaces

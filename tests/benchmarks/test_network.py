@@ -9,8 +9,9 @@ import torch
 
 from benchmarks import network
 from benchmarks._gossip.rank import METHODS as OVER_LINKS
-from benchmarks._network import lab, methods, plot, relay, show
-from benchmarks._network.launch import run_ranks
+from benchmarks._network import methods, plot, show
+from benchmarks.harness import lab, relay
+from benchmarks.harness.launch import run_ranks
 from lightning_compress.core.layout import Layout
 from lightning_compress.settings.run_state import RunState
 from tests.helpers.labs import forked_ranks, root
@@ -81,6 +82,7 @@ def test_local_steps_are_whole_rounds():
 
 
 @root
+@pytest.mark.thorough
 def test_steps_with_a_delay_send_what_those_without_one_do():
     names = ["rotated", "rotated delay 1"]
     found = network.measure(2, "1gbit", "resnet20", names, 4, 1, warm=2)
@@ -104,7 +106,7 @@ def test_links_are_as_slow_as_asked():
 def test_a_round_trip_takes_as_long_as_asked():
     before = subprocess.run(["ip", "-o", "link"], check=True, capture_output=True, text=True).stdout
     with lab.Lab(2, "100mbit", 8.0) as built:
-        found = run_ranks(built, {}, "benchmarks._network.ping")
+        found = run_ranks(built, {}, "benchmarks.harness.ping")
         assert found[1] == {"ping_ms": None}
         assert 8 <= found[0]["ping_ms"] < 8 + 6  # on a machine that does other things, too
     assert not namespaces()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._network import lab
+from benchmarks.harness import lab
 from tests.benchmarks.test_network import namespaces
 from tests.helpers.labs import root
 

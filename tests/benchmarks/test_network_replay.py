@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks._network import cells, models, rank, trace
+from benchmarks._network import cells, rank, trace
 from benchmarks._network.methods import optimizer
+from benchmarks.harness import models
 from lightning_compress.collectives import TorchCollective
 from tests.benchmarks.test_network import namespaces
 from tests.helpers.labs import forked_ranks, only_lab, root

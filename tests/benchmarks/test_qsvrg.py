@@ -29,7 +29,7 @@ def test_gradient_and_optimum(problem):
     assert -1e-14 < float(problem.value(weights)) - problem.optimum < 1e-12
 
 
-@pytest.mark.parametrize("name", ["SVRG", "QSVRG 6 bits, l2", "QSVRG 4 bits"])
+@pytest.mark.parametrize("name", ["SVRG", pytest.param("QSVRG 6 bits, l2", marks=pytest.mark.thorough), "QSVRG 4 bits"])
 def test_corrected_methods_converge_linearly(problem, name):
     found, _ = qsvrg.distances(problem, qsvrg.METHODS[name], 2, TRAINING)
     assert found[-1] < 1e-10
@@ -46,7 +46,7 @@ def test_without_the_correction_it_stops(problem):
     assert 32 <= more < 33
 
 
-@pytest.mark.parametrize("name", ["SVRG", "QSVRG 4 bits"])
+@pytest.mark.parametrize("name", [pytest.param("SVRG", marks=pytest.mark.thorough), "QSVRG 4 bits"])
 def test_ranks_that_do_not_wait_converge_linearly_too(problem, name):
     found, bits = qsvrg.late_distances(problem, qsvrg.METHODS[name], 2, TRAINING, 2)
     assert all(later < 0.5 * earlier for earlier, later in pairwise(found) if later > 1e-9)
@@ -56,6 +56,7 @@ def test_ranks_that_do_not_wait_converge_linearly_too(problem, name):
     assert stopped[-1] > 1e-4
 
 
+@pytest.mark.thorough
 def test_a_coarser_codec_converges_slower(problem):
     """One level in one bucket by the L2 norm: the error may be 25 times the norm of what is sent."""
     coarse = qsvrg.Method(QSGD(2, bucket=1024, norm="l2"), corrects=True)

@@ -7,23 +7,24 @@ import json
 import pytest
 import torch
 
-from benchmarks._network.lab import Here
-from benchmarks._network.launch import run_ranks as run_told
 from benchmarks._target import methods, store, tasks, whole
 from benchmarks._target.launch import run_ranks
 from benchmarks._target.steps import Steps
 from benchmarks._target.times import Times
 from benchmarks._target.whole import Check, Whole
+from benchmarks.harness.lab import Here
+from benchmarks.harness.launch import run_ranks as run_told
 from tests.benchmarks.test_error import write_text
 from tests.helpers.data import public_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
 
-@pytest.fixture
-def root(tmp_path):
-    public_data("cifar10", tmp_path)
-    return public_data("multi30k", tmp_path)
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    public_data("cifar10", folder)
+    return public_data("multi30k", folder)
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
@@ -36,7 +37,7 @@ def test_every_line_has_a_run_and_rows(name):
     assert methods.FREE in methods.rows_of(task)
 
 
-@pytest.mark.parametrize("name", ["b", "c"])
+@pytest.mark.parametrize("name", [pytest.param("b", marks=pytest.mark.thorough), "c"])
 def test_a_task_has_its_own_data(name, root):
     task = tasks.TASKS[name]
     data = task.data(root)
@@ -69,6 +70,7 @@ def test_the_translator_is_the_recipes(root):
     torch.testing.assert_close(model.eval()(pair), recipe._loss(batch, 0.0))
 
 
+@pytest.mark.thorough
 def test_sufficient_factors_train_as_ddp_does(root):
     task = dataclasses.replace(tasks.TASKS["c"], ranks=2, every=2)
     torch.set_num_threads(1)
@@ -81,6 +83,7 @@ def test_sufficient_factors_train_as_ddp_does(root):
     assert rounded == [pytest.approx(row, rel=1e-2) for row in dense]
 
 
+@pytest.mark.thorough
 def test_a_whole_training_is_timed(tmp_path):
     write_text(tmp_path)
     name = "local SGD 8, rotated 4"

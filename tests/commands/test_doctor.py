@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks._network.lab import Lab
+from benchmarks.harness.lab import Lab
 from lightning_compress.__main__ import spelled
 from lightning_compress.commands import crowd, diagnosis, host, peer, transfer
 from lightning_compress.commands.diagnosis import Direction, End, Finding, nccl_takes

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks._faults import ranks
-from benchmarks._faults.training import Job
-from benchmarks._faults.trial import PATIENCE, Trials
+from benchmarks.harness.faults import ranks
+from benchmarks.harness.faults.training import Job
+from benchmarks.harness.faults.trial import PATIENCE, Trials
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def torchrun(folder, workers, *options):
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}", *options]
     run = subprocess.run(
-        [*command, "-m", "benchmarks._faults.elastic", str(folder)],
+        [*command, "-m", "benchmarks.harness.faults.elastic", str(folder)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,

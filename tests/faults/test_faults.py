@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from benchmarks._faults.injection import INJECTIONS
-from benchmarks._faults.training import METHODS
-from benchmarks._faults.trial import SkippedError, Trials
+from benchmarks.harness.faults.injection import INJECTIONS
+from benchmarks.harness.faults.training import METHODS
+from benchmarks.harness.faults.trial import SkippedError, Trials
 
 
 @pytest.fixture(scope="module")

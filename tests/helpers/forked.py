@@ -11,7 +11,7 @@ import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from benchmarks._faults.ranks import forking
+from benchmarks.harness.forking import forking
 from tests.helpers import loopback
 from tests.helpers.ports import free_port
 from tests.helpers.processes import PRELOADED

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from filelock import FileLock
 
-from benchmarks._network import launch
+from benchmarks.harness import launch
 from tests.helpers import forked
 
 
@@ -33,7 +33,7 @@ def root(test):
 
 
 class _Rank:
-    """In place of ``subprocess.Popen`` for a rank that ``benchmarks._network.launch`` starts."""
+    """In place of ``subprocess.Popen`` for a rank that ``benchmarks.harness.launch`` starts."""
 
     def __init__(self, words, env, stdout, stderr, **_):
         namespace = words[words.index("exec") + 1]

@@ -7,7 +7,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-from benchmarks._faults.ranks import forking
+from benchmarks.harness.forking import forking
 from tests.helpers.processes import PRELOADED
 
 

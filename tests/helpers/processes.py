@@ -13,8 +13,8 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from benchmarks._faults.ranks import PRELOAD, forking
-from benchmarks._gpu.nccl import share_a_gpu
+from benchmarks.harness.forking import PRELOAD, forking
+from benchmarks.harness.nccl import share_a_gpu
 from tests.helpers.loopback import enter
 
 NUMBA = "lightning_compress.core.vector_numba"

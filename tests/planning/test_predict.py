@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks._network.models import MODELS
+from benchmarks.harness.models import MODELS
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import COPIES, Link
 from lightning_compress.planning.predict import BUCKET, Bucket, Place, backward_seconds, buckets_of, predict

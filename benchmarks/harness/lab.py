@@ -23,7 +23,7 @@ import subprocess
 import sys
 from types import FrameType, TracebackType
 
-from benchmarks._network.relay import READY
+from benchmarks.harness.relay import READY
 
 PREFIX = "lclab"
 LIBC = ctypes.CDLL(None)
@@ -151,7 +151,7 @@ class Lab:
 
     def _start_relay(self, switch: str, taps: list[str]) -> None:
         """A process in the switch's namespace, which makes the devices."""
-        words = [sys.executable, "-m", "benchmarks._network.relay", str(self._delay / 2000), *taps]
+        words = [sys.executable, "-m", "benchmarks.harness.relay", str(self._delay / 2000), *taps]
         self._relay = subprocess.Popen(
             ["ip", "netns", "exec", switch, *words],
             stdout=subprocess.PIPE,

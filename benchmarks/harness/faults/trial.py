@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks._faults import ranks
-from benchmarks._faults.injection import FILLER, INJECTIONS
-from benchmarks._faults.ranks import Ended
-from benchmarks._faults.training import Job
+from benchmarks.harness.faults import ranks
+from benchmarks.harness.faults.injection import FILLER, INJECTIONS
+from benchmarks.harness.faults.ranks import Ended
+from benchmarks.harness.faults.training import Job
 from lightning_compress.strategies import sidecar
 
 PATIENCE = 60.0

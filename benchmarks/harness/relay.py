@@ -1,6 +1,6 @@
 """A delay for the lab: takes frames from TAP devices, and puts each into another one a while later.
 
-    python -m benchmarks._network.relay 0.005 tap0 tap1    # in a namespace; makes the devices, which go when it ends
+    python -m benchmarks.harness.relay 0.005 tap0 tap1    # in a namespace; makes the devices, which go when it ends
 
 Frames are as large as the kernel hands them over, up to 64 KiB of TCP to be segmented later, so that a gigabit takes
 two thousand of them a second. The first one from an address tells where it is.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -12,39 +11,17 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from functools import cache
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ("benchmarks._faults.trial", "rich.console", "rich.table")
-
-
-@cache
-def forking(preload: tuple[str, ...] = PRELOAD) -> Any:
-    """Processes that fork from a server which has imported everything: an import costs seconds, a fork milliseconds.
-
-    Args:
-        preload: the modules; the first call of a process decides, which has one server.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    before = dict(os.environ)
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"  # the server must have one thread, or its forks would hang
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return context
+from benchmarks.harness.forking import forking
 
 
 def serve(job: Any, rank: int, port: int, leader: int, outcome: str) -> None:
     """What a rank does: train, and write down how it ended."""
-    from benchmarks._faults import injection, training
+    from benchmarks.harness.faults import injection, training
 
     _join(leader)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in the background without it

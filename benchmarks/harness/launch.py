@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._network.lab import Here, Lab, die_with_parent
+from benchmarks.harness.lab import Here, Lab, die_with_parent
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """For glibc, which would give gradients' memory back in some runs and not in others: page faults then take up to 10 ms
@@ -25,7 +25,7 @@ def run_ranks(
 
     Args:
         lab: where they run.
-        told: what the module's ``main`` is given, but for ``rank``, ``ranks``, ``master``, ``store`` and ``result``.
+        told: what the module's ``find`` is given, besides what ``benchmarks.harness.rank`` needs.
         module: what they run.
         heard: what rank 0 prints is shown.
 
@@ -37,7 +37,7 @@ def run_ranks(
         try:
             for rank in range(lab.ranks):
                 processes.append(_start(lab, rank, told, Path(folder), module, heard and not rank))
-            failed = _first_failed(processes)
+            failed = first_failed(processes)
         finally:
             for process in processes:
                 process.kill()
@@ -52,15 +52,14 @@ def run_ranks(
 def _start(
     lab: Lab | Here, rank: int, told: dict[str, Any], folder: Path, module: str, heard: bool
 ) -> subprocess.Popen[bytes]:
-    found = {"master": lab.address(0), "store": str(folder / "store"), "result": str(folder / f"rank{rank}.json")}
+    # on one machine without links, no port needs to be free
+    meet = f"file://{folder}/store" if isinstance(lab, Here) else f"tcp://{lab.address(0)}:29500"
+    master = "" if isinstance(lab, Here) else lab.address(0)
+    found = {"meet": meet, "master": master, "result": str(folder / f"rank{rank}.json")}
     note = folder / f"told{rank}.json"
     note.write_text(json.dumps(told | found | {"rank": rank, "ranks": lab.ranks}))
-    words = lab.command(rank, sys.executable, "-W", "ignore", "-m", module, str(note))
-    own = {
-        "GLOO_SOCKET_IFNAME": lab.interface,
-        "OMP_NUM_THREADS": "1",
-        "LOCAL_RANK": str(rank),
-    }  # Lightning asks for it
+    words = lab.command(rank, sys.executable, "-W", "ignore", "-m", "benchmarks.harness.rank", module, str(note))
+    own = {"GLOO_SOCKET_IFNAME": lab.interface, "OMP_NUM_THREADS": "1"}
     with (folder / f"rank{rank}.log").open("w") as log:
         return subprocess.Popen(
             words,
@@ -72,7 +71,7 @@ def _start(
         )
 
 
-def _first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:
+def first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:
     """Wait for all: the others of a rank that died would wait for it for as long as Gloo lets them."""
     while True:
         codes = [process.poll() for process in processes]

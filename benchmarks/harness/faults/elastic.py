@@ -1,7 +1,7 @@
 r"""What an elastic job runs: go on from the last checkpoint, if there is one.
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 python -m torch.distributed.run --standalone --nproc-per-node=2 \
-        --max-restarts=1 -m benchmarks._faults.elastic DIR
+        --max-restarts=1 -m benchmarks.harness.faults.elastic DIR
 
 Rank 1 kills itself in step 5 the first time.
 """
@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks._faults.injection import Fault
-from benchmarks._faults.training import Job, digest, fit
+from benchmarks.harness.faults.injection import Fault
+from benchmarks.harness.faults.training import Job, digest, fit
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
-from benchmarks._faults.training import Job
+from benchmarks.harness.faults.training import Job
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine.group import Group
 
