@@ -19,9 +19,13 @@ REAL_RANKS = 3
 """One of how many cases of a test runs whose ranks are processes, if nothing below says otherwise: each takes long."""
 
 EVERY = {
-    "backward/test_factor_passes.py": 3,
+    "backward/test_factor_passes.py::*": 3,
+    "benchmarks/test_commands.py": 1,
     "benchmarks/test_error.py::test_gradients_of_resnet": 0,
     "benchmarks/test_error.py::test_picture": 0,
+    "benchmarks/test_error.py::test_sweeps_reach_the_same_bits": 0,
+    "benchmarks/test_scale.py::test_bytes_and_rounds_are_those_of_real_ranks": 6,
+    "benchmarks::*": 2,
     "codecs/packing/test_entries.py::test_topk_equals_the_reference": 4,
     "codecs/packing/test_integer_codes.py::test_rice_round_trip_of_many": 3,
     "codecs/quantize/test_correlated.py": 3,
@@ -39,34 +43,38 @@ EVERY = {
     "codecs/test_reference.py": 2,
     "collectives/test_wire.py::test_gossip_sends_its_bits_to_two_neighbours": 2,
     "collectives/test_wire.py::test_interface_counters_agree": 9,
-    "config/test_every_yaml.py::test_composes_and_builds": 8,
+    "commands/test_doctor.py::test_a_codec_is_timed_alone_and_in_all_ranks": 0,
     "commands/test_doctor.py::test_a_fault_of_a_network_is_found": 2,
     "commands/test_doctor.py::test_a_healthy_network_gives_no_alarm": 3,
+    "config/test_every_yaml.py::test_composes_and_builds": 8,
     "config/test_every_yaml.py::test_experiments_set_what_their_papers_do": 3,
     "config/test_every_yaml.py::test_head_comment_has_a_command_that_composes": 12,
     "config/test_sweeps.py::test_a_cell_trains": 3,
     "config/test_sweeps.py::test_cells_compose": 5,
     "config/test_sweeps.py::test_file": 2,
     "conformance/test_callbacks.py": 3,
-    "conformance/test_ddp_hooks.py": 2,
+    "conformance/test_ddp_hooks.py::*": 4,
     "conformance/test_interrupted.py": 1,
+    "conformance/test_interrupted.py::test_a_signal_in_the_middle_of_a_step_saves_a_whole_step_soon_after": 2,
     "conformance/test_skipped_steps.py": 2,
     "conformance/test_trainers.py::*": 3,
     "conformance/test_trainers.py::test_a_learning_rate_finder_in_between_leaves_no_trace": 3,
-    "contrib": 4,
+    "contrib/asynchronous/test_strategy.py::test_a_rank_that_hangs_is_named_after_the_timeout": 1,
+    "contrib/asynchronous/test_strategy.py::test_a_rank_that_is_killed_is_named_by_all_others": 1,
+    "contrib/asynchronous/test_strategy.py::test_each_rank_goes_on_with_its_own_model_and_step": 1,
     "contrib/asynchronous/test_strategy.py::test_one_model_is_evaluated_and_left": 1,
+    "contrib/asynchronous/test_strategy.py::test_sigterm_of_one_rank_ends_all_and_each_goes_on_from_its_step": 1,
+    "contrib::*": 4,
     "core/test_memory_format.py::test_a_run_goes_on_in_another_memory_format": 2,
     "corrections/test_dgc.py": 3,
-    "engine/test_delayed.py::test_every_codec_trains_nearly_as_well": 12,
-    "engine/test_delayed.py::test_what_does_more_than_compress_trains_nearly_as_well": 6,
+    "engine/test_delayed.py::*": 3,
     "engine/test_delayed_loops.py": 3,
     "engine/test_large.py": 3,
     "engine/test_modes.py::test_lossless_settings_are_stock_ddp_in_every_mode": 5,
-    "engine/test_staggered.py::test_nothing_is_lost": 6,
+    "engine/test_staggered.py::test_nothing_is_lost": 12,
     "engine/test_unused.py": 6,
     "examples/test_examples.py::*": 3,
     "examples/test_examples.py::test_readme_names_every_file": 1,
-    "examples/test_examples.py::test_torchrun_goes_on_from_its_last_checkpoint": 1,
     "exchanges/sparse/test_same_elements.py": 3,
     "exchanges/test_adagrad.py::test_it_is_the_papers_with_two_residuals": 3,
     "exchanges/test_auto.py::test_ranks_whose_parts_of_a_node_differ_in_size_choose_alike": 3,
@@ -75,16 +83,25 @@ EVERY = {
     "exchanges/test_straight.py": 2,
     "faults/test_failures.py": 1,
     "faults/test_faults.py::test_nothing_is_lost": 2,
+    "front_ends/test_examples.py": 2,
+    "front_ends/test_fabric.py::*": 2,
+    "front_ends/test_hydra.py::*": 2,
+    "front_ends/test_imports.py::test_every_name_may_be_imported_first": 3,
     "fuzz": 3,
     "golden_checkpoints": 2,
     "gossip/test_algorithms.py": 4,
     "gossip/test_differences.py": 2,
-    "gossip/test_moniqua.py": 3,
+    "gossip/test_moniqua.py::*": 3,
+    "gossip/test_moniqua.py::test_the_toy_needs_slack_at_one_bit": 0,
     "gossip/test_sgp.py": 4,
     "gossip/test_stress.py::test_ranks_stay_as_near_as_in_float32_or_it_is_refused": 6,
+    "installed/test_extending.py::*": 2,
+    "installed/test_extending.py::test_every_block_is_tried_here": 1,
+    "installed/test_wheel.py::*": 2,
     "kernels/test_kernels.py::test_same_sums": 3,
     "periodic/test_local_sgd.py": 4,
     "periodic/test_plain_loop.py::test_ranks_end_on_one_model": 3,
+    "recipes/lstm_speech/test_data.py::*": 2,
     "recipes/test_copied.py": 3,
     "recipes/test_minibatch.py::test_steps_grow_and_rates_with_them": 2,
     "recipes/test_nmt.py::test_what_is_logged": 2,
@@ -95,22 +112,27 @@ EVERY = {
     "recipes/test_sweep.py::*": 2,
     "recipes/test_sweep.py::test_goes_on_where_it_was_interrupted": 1,
     "recipes/test_sweep.py::test_what_a_sweep_file_may_not_say": 1,
+    "recipes/test_train.py::*": 2,
     "recipes/test_train.py::test_killing_the_first_process_ends_the_others": 0,
     "recipes/test_train.py::test_parameters_of_another_precision": 4,
     "recipes/test_train.py::test_ranks_that_share_batches_count_epochs": 2,
     "recipes/test_train.py::test_what_a_page_shows_has_an_effect": 4,
     "settings/test_automatic.py::test_the_ratio_is_that_of_the_plans": 4,
-    "strategies/test_delay.py::test_resumes_bit_for_bit": 6,
-    "strategies/test_delay.py::test_resumes_bit_for_bit_with_everything_that_is_kept": 4,
+    "strategies/test_delay.py::*": 3,
+    "strategies/test_gossip.py::*": 2,
     "strategies/test_gossip.py::test_a_resumed_run_is_the_uninterrupted_one": 2,
+    "strategies/test_gossip_sgp.py::*": 2,
     "strategies/test_gossip_sgp.py::test_it_learns_as_dpsgd_does": 3,
     "strategies/test_interruptions.py": 2,
-    "strategies/test_local_sgd.py::test_a_resumed_run_is_the_uninterrupted_one": 2,
+    "strategies/test_local_sgd.py::*": 2,
+    "strategies/test_local_sgd.py::test_a_resumed_run_is_the_uninterrupted_one": 6,
+    "strategies/test_periodic.py::*": 2,
     "strategies/test_periodic.py::test_a_resumed_run_is_the_uninterrupted_one": 1,
     "strategies/test_resume.py::test_a_damaged_part_of_one_rank": 1,
+    "strategies/test_resume.py::test_bit_for_bit": 6,
     "strategies/test_resume.py::test_everything_that_is_kept": 2,
     "strategies/test_several_optimizers.py::test_all_that_was_trained_is_kept": 3,
-    "strategies/test_stops.py": 9,
+    "strategies/test_stops.py::*": 12,
     "test_default_dtype.py": 6,
     "test_laws.py::test_a_flag_on_any_rank_reaches_every_rank": 2,
     "test_laws.py::test_auto_never_sends_more_than_dense": 3,
@@ -123,29 +145,25 @@ EVERY = {
     "test_testing.py::test_a_broken_law_is_named": 3,
     "test_testing.py::test_ours_pass": 4,
     "test_testing_reducers.py": 3,
-    "triton": 6,
     "triton/test_compiled.py": 0,
+    "triton::*": 8,
 }
 """One of how many cases of a test runs, by folder, file or test under ``tests``; 0: none. A test of one case runs.
 
-``file::*``: the tests of a file are the cases of one, but for those that are named themselves.
+``file::*`` or ``folder::*``: all its tests are the cases of one, but for those that another entry names more closely.
 """
 
 
-def _group(name):
-    """Return whose case a test is: its own without what stands in brackets, or its file's, as ``file::*``."""
-    test = name.split("[")[0]
-    whole = f"{test.split('::')[0]}::*"
-    by_file = whole.removeprefix("tests/") in EVERY and test.removeprefix("tests/") not in EVERY
-    return whole if by_file else test
-
-
-def _share(name, default):
-    """Return the entry for a test: its own, or that of its file or folder, or the default."""
-    path, test = name.removeprefix("tests/").split("::", 1)
-    parts = path.split("/")
-    places = [f"{path}::{test}", path, *("/".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))]
-    return next((EVERY[place] for place in places if place in EVERY), default)
+def _place(name, default):
+    """Return whose case a test is, its own without what stands in brackets or an entry's, and the entry's number."""
+    test = name.removeprefix("tests/").split("[")[0]
+    parts = test.split("::")[0].split("/")
+    for place in (test, *("/".join(parts[:end]) for end in range(len(parts), 0, -1))):
+        if place in EVERY:
+            return test, EVERY[place]
+        if (whole := f"{place}::*") in EVERY:
+            return whole, EVERY[whole]
+    return test, default
 
 
 def mark_thorough(items):
@@ -157,9 +175,8 @@ def mark_thorough(items):
     cases = defaultdict(list)
     for item in items:
         if not item.get_closest_marker("thorough"):
-            cases[_group(item.nodeid)].append(item)
-    for name, own in cases.items():
-        share = _share(name, REAL_RANKS if "pools" in own[0].fixturenames else 1)
+            cases[_place(item.nodeid, REAL_RANKS if "pools" in item.fixturenames else 1)].append(item)
+    for (_, share), own in cases.items():
         first = TURN % min(share, len(own)) if share else len(own)
         for number, item in enumerate(own):
             if number < first or (share and (number - first) % share):

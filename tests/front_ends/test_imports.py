@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import lightning_compress
 from lightning_compress import CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, compare
 from tests.test_house import PACKAGE, ROOT
@@ -54,6 +56,10 @@ instantiate({"_target_": "lightning_compress.LocalSGDStrategy", "sync_every": 4,
 """
 
 
+PARTS = 3
+"""Of all statements, each in a test of its own."""
+
+
 def homes():
     """Public names by their modules, as type checkers know them."""
     block = next(each for each in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(each, ast.If))
@@ -75,7 +81,8 @@ def firsts():
     ]
 
 
-def test_every_name_may_be_imported_first(tmp_path):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_name_may_be_imported_first(tmp_path, part):
     (tmp_path / "ray" / "train").mkdir(parents=True)
     (tmp_path / "ray" / "train" / "lightning.py").write_text(
         "from lightning.pytorch.strategies import DDPStrategy as RayDDPStrategy"
@@ -92,6 +99,7 @@ def test_every_name_may_be_imported_first(tmp_path):
         f"from lightning import pytorch as lightning\nimport lightning_compress as ours\n{CONTRIB_WAITS}",
         f"import pytorch_lightning as lightning\nimport lightning_compress.pytorch_lightning as ours\n{CONTRIB_WAITS}",
     ]
+    statements = statements[part::PARTS]
     script = Path(__file__).with_name("importing.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONWARNINGS": "ignore"}
