@@ -8,7 +8,7 @@ PYTHON ?= python3
 DATA ?= data
 OLDEST_TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 BIN := .venv/bin
-WORKERS := 2
+WORKERS := 3
 APART := unshare --net ip link >/dev/null 2>&1  # whether bytes are counted in a network namespace, beside other tests
 unexport PYTHONDONTWRITEBYTECODE  # or each worker compiles all tests again
 
