@@ -89,7 +89,6 @@ EVERY = {
     "front_ends/test_imports.py::test_every_name_may_be_imported_first": 3,
     "fuzz": 3,
     "golden_checkpoints": 2,
-    "gossip/test_moniqua.py::*": 3,
     "gossip/test_moniqua.py::test_the_toy_needs_slack_at_one_bit": 0,
     "gossip/test_stress.py::test_ranks_stay_as_near_as_in_float32_or_it_is_refused": 6,
     "gossip::*": 3,
