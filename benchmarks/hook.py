@@ -35,6 +35,7 @@ from benchmarks._gpu.echo import EchoCollective
 from benchmarks._network.hooks import PYTORCH
 from lightning_compress.collectives import TorchCollective, World
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.engine.attach import compression_of
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.group import Group
@@ -62,11 +63,10 @@ ROWS, COLUMNS, MATRICES, REPEATS = 250, 1000, 50, 15
 def hooked(compressor: str, sample_every: int = 0, **settings: Any) -> DistributedDataParallel:
     """ResNet-20 whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
     model = DistributedDataParallel(ResNet(20))
-    compression = Compression(
-        model.module, RunState.of(compressor, Auto(fallback="never"), **settings), TorchCollective()
-    )
+    compression = compression_of(model, RunState.of(compressor, Auto(fallback="never"), **settings), TorchCollective())
     compression.meter.sample_every = sample_every
     register(compression, model)
+    compression.stepped_by([torch.optim.SGD(model.parameters(), 0.01)])
     return model
 
 

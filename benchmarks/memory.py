@@ -101,8 +101,9 @@ def measure(compressor: str, dtype: str, ranks: int, width: int) -> list[float]:
         parameters = [layer.weight for layer in layers]
         settings = RunState.of(compressor, Auto("never", UNKNOWN), error_feedback={"dtype": dtype}, check_drift_every=0)
         compression = Compression(nn.Sequential(*layers), settings, collective)
-        compression.epoch = 99  # after any warm-up
+        compression.epoch, compression.active = 99, True  # after any warm-up
         optimizer = torch.optim.SGD(parameters, 1e-3)
+        compression.stepped_by([optimizer])
         peak, peaks = Peak(), []
         for _ in range(3):
             for start in range(0, LAYERS, PER_BUCKET):

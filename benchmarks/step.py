@@ -4,8 +4,9 @@
 
 ResNet-50 (64 images of 224 x 224), a Transformer of the shape of GPT-2's smallest and a large LSTM on synthetic data:
 forward, backward and SGD through DistributedDataParallel, in TensorFloat-32 and under bfloat16 autocast. One process
-has no peers: its hook gathers its own message eight times (``benchmarks/_gpu/echo.py``), so that a step encodes, and
-decodes 8 messages a bucket, while nothing travels; PyTorch's hooks cast or factor, and sum over one. "rotated replayed"
+has no peers: its hook receives what it sends eight times (``benchmarks/_gpu/echo.py``), so that a step encodes and
+decodes as one of 8 ranks does by all_gather or two_shot, while nothing travels. Compression is what ``attach`` makes of
+the model and SGD. PyTorch's hooks cast or factor, and sum over one. "rotated replayed"
 captures the average of a bucket in a CUDA graph and launches that graph in every step: it says what a step would take
 if launching cost next to nothing. Methods take turns, some steps each; medians.
 """

@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.collective import Operation
+from lightning_compress.engine.attach import compression_of
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import register
 from lightning_compress.settings.run_state import RunState
-
-OWN_WAY = ("powersgd", "sketch", "signsgd", "terngrad_shared")
-"""Methods that exchange by themselves."""
 
 
 class EchoCollective(Collective):
@@ -43,8 +42,8 @@ class EchoCollective(Collective):
         _wide(out).copy_(_wide(tensor).expand(self.size, -1))
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
-        """What this rank sends to itself, in every row."""
-        _wide(receive).copy_(_wide(send[0]).expand(self.size, -1))
+        """What this rank sends to the next one, in every row: what it sends to itself may never have been encoded."""
+        _wide(receive).copy_(_wide(send[self.size > 1]).expand(self.size, -1))
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """A peer sends what it is sent.
@@ -71,7 +70,9 @@ def _wide(message: Tensor) -> Tensor:
 def compress(
     ddp: DistributedDataParallel,
     method: Mapping[str, object],
+    exchange: str,
     ranks: int,
+    optimizer: Optimizer,
     begin: Callable[[Compression, DistributedDataParallel], object] = register,
 ) -> Compression:
     """Let a model of one process do what ``attach`` would have it do on one of so many ranks; nothing is sampled.
@@ -79,16 +80,16 @@ def compress(
     Args:
         ddp: the model.
         method: of compression, its ``name`` and its settings.
+        exchange: how its messages would travel.
         ranks: that are pretended.
+        optimizer: the model's.
         begin: has the compression average for the model.
     """
-    exchange = "auto" if method["name"] in OWN_WAY else "all_gather"
     settings = RunState.of(method, exchange, schedule="none", check_drift_every=0)
-    unused = ddp.find_unused_parameters or ddp.static_graph
-    world, ignored = EchoCollective(ranks), ddp.parameters_to_ignore
-    compression = Compression(ddp.module, settings, world, ignored=ignored, unused=unused)
+    compression = compression_of(ddp, settings, EchoCollective(ranks))
     compression.meter.sample_every = 0
     begin(compression, ddp)
+    compression.stepped_by([optimizer])
     return compression
 
 

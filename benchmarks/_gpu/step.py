@@ -35,20 +35,23 @@ PAPERS: dict[str, dict[str, object]] = {
 """The compressors that the lab compares as the FFT paper did."""
 REPLAYED = " replayed"
 """Ends the name of a method whose averages are CUDA graphs; see ``Replayed``."""
-METHODS: dict[str, dict[str, object]] = {
-    "none": {},
-    **{f"onebit{each}": {"name": "onebit"} for each in ("", REPLAYED)},
-    **{f"rotated{each}": {"name": "rotated", "bits": 4} for each in ("", REPLAYED)},
-    "qsgd": {"name": "qsgd"},
-    "topk": {"name": "topk"},
-    "dgc": {"name": "dgc"},
-    "powersgd": {"name": "powersgd"},
-    "fft": {"name": "fft"},
-    **PAPERS,
-    "PyTorch bf16": {},
-    "PyTorch PowerSGD 1": {},
+METHODS: dict[str, tuple[dict[str, object], str]] = {
+    "none": ({}, ""),
+    **{f"onebit{each}": ({"name": "onebit"}, "all_gather") for each in ("", REPLAYED)},
+    **{f"rotated{each}": ({"name": "rotated", "bits": 4}, "all_gather") for each in ("", REPLAYED)},
+    "qsgd": ({"name": "qsgd"}, "all_gather"),
+    "efsign": ({"name": "efsign"}, "all_gather"),
+    **{f"{name} two_shot": ({"name": name}, "two_shot") for name in ("onebit", "rotated", "qsgd", "efsign")},
+    "topk": ({"name": "topk"}, "all_gather"),
+    "dgc": ({"name": "dgc"}, "all_gather"),
+    "powersgd": ({"name": "powersgd"}, "auto"),  # reduces by itself
+    "fft": ({"name": "fft"}, "all_gather"),
+    **{name: (given, "all_gather") for name, given in PAPERS.items()},
+    "PyTorch bf16": ({}, ""),
+    "PyTorch PowerSGD 1": ({}, ""),
 }
-"""What is compared; "none" has no hook. PyTorch's reduce over this process alone, by its back end."""
+"""What is compared: compressor and exchange. "none" has no hook. PyTorch's reduce over this process alone, by its back
+end."""
 HOOKS: dict[str, tuple[Any, Any]] = {
     "PyTorch bf16": (lambda: None, bf16_mean),
     "PyTorch PowerSGD 1": (lambda: power_sgd_state(1), powerSGD_hook),
@@ -85,7 +88,7 @@ class Trainer:
         device: torch.device,
         bucket_mb: float | None = None,
     ) -> None:
-        method = METHODS[name]
+        method, exchange = METHODS[name]
         torch.manual_seed(0)
         module = training.make().to(device)
         self._device, self._bf16 = device, precision == "bf16"
@@ -95,11 +98,12 @@ class Trainer:
             make, hook = HOOKS[name]
             self._ddp.register_comm_hook(make(), hook)
         self._replayed: Replayed | None = None
+        self._optimizer = optimizer = torch.optim.SGD(module.parameters(), 1e-4, momentum=0.9)
         begin = self._captures if name.endswith(REPLAYED) else register
-        self._compression = echo.compress(self._ddp, method, ranks, begin) if method else None
+        given = method, exchange, ranks, optimizer, begin
+        self._compression = echo.compress(self._ddp, *given) if method else None
         if self._compression is not None:
             unwatch(self._compression)
-        self._optimizer = torch.optim.SGD(module.parameters(), 1e-4, momentum=0.9)
         self._batch = training.batch(device)
         self.issued: list[float] = []
         self.numel = sum(each.numel() for each in module.parameters())

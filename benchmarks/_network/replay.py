@@ -106,6 +106,7 @@ class Player(ExitStack):
             state = RunState.of(**given)
             self._compression = Compression(module, state, TorchCollective(), unused=False, beside=[beside])
             self._compression.active = True
+            self._compression.stepped_by([self._optimizer])
             self.callback(self._compression.close)
             self.enter_context(wrapped_collectives(self._paced))
             average = self._compression._average

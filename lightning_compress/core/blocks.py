@@ -7,7 +7,11 @@ again gives the same bytes, a float32 copy can stand for the codes, and any byte
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,65 +34,101 @@ def coded_numel(size: int) -> int:
     return size - -(-size // (BLOCK + 1))
 
 
+class Segments(NamedTuple):
+    """Where the values of a group's parameters are: in memory, in the group's vector, and as codes.
+
+    Attributes:
+        sources: of each parameter, its first element in some memory.
+        sizes: its number of elements. In the vector, parameters follow each other.
+        coded: its first code in a tensor of codes; -1 if it has none.
+        treated: ``KEEP``, ``RESET`` or ``AVERAGE`` for each: what ``blend`` does with its codes.
+    """
+
+    sources: tuple[int, ...]
+    sizes: tuple[int, ...]
+    coded: tuple[int, ...]
+    treated: tuple[int, ...]
+
+    @property
+    def rows(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield source, start in the vector, size, first code, and treatment of each parameter."""
+        starts = accumulate(self.sizes, initial=0)
+        return zip(self.sources, starts, self.sizes, self.coded, self.treated)  # noqa: B905
+
+
+KEEP, RESET, AVERAGE = 0, 1, 2
+"""Copy the old codes, and do not use them; overwrite them as if they had been zeros; average them with new values."""
+
+
+@lru_cache(maxsize=4096)
+def table(segments: Segments, most: int | None, device: torch.device) -> Tensor:
+    """Return the segments as kernels read them: int64 ``[rows, 6]``, parameters cut to at most ``most`` elements.
+
+    A row is source, start in the vector, number of elements, first code, first exponent, and treatment. The caller does
+    not change it.
+
+    Args:
+        segments: of a group.
+        most: a multiple of ``BLOCK``; None: do not cut.
+        device: where the kernels run.
+    """
+    rows = []
+    for source, start, size, code, treated in segments.rows:
+        for at in range(0, size, most or max(1, size)):
+            places = (code + at, code + size + at // BLOCK) if code >= 0 else (-1, -1)
+            rows.append((source + at, start + at, min(size - at, most or size), *places, treated))
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 6).to(device)
+
+
 def encode(values: Tensor, coded: Tensor) -> None:
     """Encode finite float32 ``values [n]`` as uint8 ``[coded_bytes(n)]``, each rounded to the nearest."""
-    blend(coded, 0.0, values, 1.0, coded)
+    blend(_one(len(values), RESET), coded, 0.0, values, 1.0, coded)
 
 
 def decode(coded: Tensor) -> Tensor:
     """Return the values, float32 ``[n]``, of uint8 ``[coded_bytes(n)]``."""
-    out = torch.zeros(coded_numel(len(coded)), dtype=torch.float32, device=coded.device)
-    add(coded, out)
-    return out
-
-
-def add(coded: Tensor, out: Tensor) -> None:
-    """Add the values of uint8 ``coded [coded_bytes(n)]`` to float32 ``out [n]``."""
+    numel = coded_numel(len(coded))
     codes, scales = _parts(coded)
-    if fast := kernels.backend(__name__, out.device):
-        values = out.numpy()
-        fast.add_to(codes.numpy(), scales.numpy(), values, values.view(np.int32), values)
-        return
-    for piece in pieces(len(out), chunk_size(out.device)):
-        out[piece].add_(_read(codes, scales, piece))
+    parts = [_read(codes, scales, piece) for piece in pieces(numel, chunk_size(coded.device))]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float32, device=coded.device)
 
 
-def add_to(coded: Tensor, gradient: Tensor, out: Tensor) -> int:
-    """Compute ``out = gradient + coded`` on a CPU, in one pass.
+def add(segments: Segments, coded: Tensor, vector: Tensor) -> None:
+    """Add to float32 ``vector [numel]`` the values of the segments that are to be averaged; ``sources`` are ignored."""
+    for _, start, size, code, treated in segments.rows:
+        if code >= 0 and treated == AVERAGE:
+            vector[start : start + size].add_(decode(coded[code : code + coded_bytes(size)]))
+
+
+def blend(segments: Segments, old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:
+    """Compute ``new = kept * old + share * values`` for each coded segment, rounded to the nearest.
 
     Args:
-        coded: uint8 ``[coded_bytes(n)]``.
-        gradient: float32 ``[n]``.
-        out: float32 ``[n]``, overwritten.
-
-    Returns:
-        the gradient's largest magnitude, as the bits of a float32.
-    """
-    codes, scales = _parts(coded)
-    if fast := kernels.backend(__name__, out.device):
-        values = gradient.numpy()
-        return int(fast.add_to(codes.numpy(), scales.numpy(), values, values.view(np.int32), out.numpy()))
-    out.copy_(gradient)
-    add(coded, out)
-    return int(gradient.view(torch.int32).bitwise_and(0x7FFFFFFF).max()) if len(gradient) else 0
-
-
-def blend(old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:
-    """Compute ``new = kept * old + share * values``, rounded to the nearest.
-
-    Args:
-        old: uint8 ``[coded_bytes(n)]``.
-        kept: in [0, 1]; with 0, ``old`` is ignored.
-        values: float32 ``[n]``, finite.
+        segments: of the group; ``sources`` are ignored.
+        old: uint8, the codes of all segments.
+        kept: in [0, 1].
+        values: float32 ``[numel]``, finite.
         share: in [0, 1].
-        new: uint8 ``[coded_bytes(n)]``, overwritten; may be ``old``.
+        new: uint8, as long as ``old``, and may be ``old``. Where ``treated`` is ``KEEP``, it gets the old codes, and
+            where it is ``RESET``, ``share * values``.
     """
-    codes, scales = _parts(old)
-    new_codes, new_scales = _parts(new)
     if fast := kernels.backend(__name__, values.device):
-        sources = codes.numpy(), scales.numpy(), np.float32(kept), values.numpy(), np.float32(share)
-        fast.blend(*sources, new_codes.numpy(), new_scales.numpy())
+        fast.blend(segments, old, kept, values, share, new)
         return
+    for _, start, size, code, treated in segments.rows:
+        part = slice(code, code + coded_bytes(size))
+        if code >= 0 and treated == KEEP:
+            new[part] = old[part]
+        elif code >= 0:
+            _blend(old[part], kept * (treated == AVERAGE), values[start : start + size], share, new[part])
+
+
+def _one(numel: int, treated: int) -> Segments:
+    return Segments((0,), (numel,), (0,), (treated,))
+
+
+def _blend(old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:
+    (codes, scales), (new_codes, new_scales) = _parts(old), _parts(new)
     for piece in pieces(len(values), chunk_size(values.device)):
         part = _read(codes, scales, piece).mul_(kept).add_(values[piece] * share)
         blocks = torch.nn.functional.pad(part, (0, -len(part) % BLOCK)).view(-1, BLOCK)

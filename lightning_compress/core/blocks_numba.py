@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
+from lightning_compress.core.blocks import AVERAGE, KEEP, Segments, table
 from lightning_compress.kernels.numba import kernel, simd
 
 _BLOCK, _LEAST, _MOST = 64, 6, 253
+_KEEP, _AVERAGE = KEEP, AVERAGE
 _AHEAD = 2048
 """Elements by which ``blend`` prefetches memory: a quarter less time than with the processor's own prefetching."""
 _EXPONENTS = np.arange(256, dtype=np.int32)
@@ -39,8 +42,30 @@ def add_to(codes, scales, gradient, bits, out):
     return largest
 
 
+def blend(segments: Segments, old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:
+    """See ``blocks.py``."""
+    rows = table(segments, None, values.device).numpy()
+    _blend_all(rows, old.numpy(), np.float32(kept), values.numpy(), np.float32(share), new.numpy())
+
+
 @kernel
-def blend(codes, scales, kept, values, share, new_codes, new_scales):
+def _blend_all(rows, old, kept, values, share, new):
+    codes, new_codes = old.view(np.int8), new.view(np.int8)
+    for row in range(len(rows)):
+        start, count, code, scale = rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
+        if code < 0:
+            continue
+        stop, scaled = code + count, scale - (-count // _BLOCK)
+        if rows[row, 5] == _KEEP:
+            new[code:scaled] = old[code:scaled]
+            continue
+        part = values[start : start + count]
+        factor = kept if rows[row, 5] == _AVERAGE else np.float32(0)
+        _blend(codes[code:stop], old[scale:scaled], factor, part, share, new_codes[code:stop], new[scale:scaled])
+
+
+@kernel
+def _blend(codes, scales, kept, values, share, new_codes, new_scales):
     """Compute ``new = kept * old + share * values``; see ``blocks.py``."""
     whole = len(values) // _BLOCK * _BLOCK
     for number in range(whole // _BLOCK):

@@ -66,7 +66,7 @@ class State:
         self.layout = layout
         self.holder = holder
         self._initial = initial
-        self._fused = kernels.backend(__name__, device, "triton") if device.type != "meta" else None
+        self._fused = kernels.backend(__name__, device, "triton")
         self.committed = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.pending = torch.zeros_like(self.committed)
         self.touched: set[str] = set()

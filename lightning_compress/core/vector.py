@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate, repeat
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
+from lightning_compress.core import blocks
+from lightning_compress.core.blocks import Segments, table
 from lightning_compress.core.workspace import pieces, scratch
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
@@ -34,7 +38,8 @@ class Vector:
         limit: a larger magnitude counts as not finite.
         dense: slices that are sent uncompressed.
         in_place: some ranks may average in place in this pass, without any stage.
-        fast: ``kernel_of`` the device.
+        fast: kernels of ``kernel_of``, on a CPU.
+        fused: kernels of ``kernel_of``, on an accelerator.
 
     Attributes:
         flag: float32 scalar, 0.0, or NaN if a gradient is not finite; after the exchange, of any rank.
@@ -58,6 +63,7 @@ class Vector:
     dense: Sequence[slice] = ()
     in_place: bool = False
     fast: ModuleType | None = None
+    fused: ModuleType | None = None
     gradient: Tensor | None = None
     factors: Callable[[list[Tensor]], Tensor] | None = None
     sent: Tensor | None = None
@@ -68,8 +74,8 @@ class Vector:
 
     def __post_init__(self) -> None:
         self.device = self.pieces[0].device
-        self.flag = torch.zeros((), dtype=torch.float32, device=self.device)
-        self.sizes = [each.numel() for each in self.pieces]
+        self.flag = new_flag(self.device)
+        self.sizes = tuple(each.numel() for each in self.pieces)
 
     def take(self, name: str) -> Tensor:
         """Return float32 ``[numel]`` of undefined content, shared by all vectors under this name; see ``scratch``."""
@@ -78,12 +84,24 @@ class Vector:
     def whole(self) -> Tensor:
         """Return ``gradient``, the gradients as one vector; the first call copies them."""
         if self.gradient is None:
-            self.gradient = self.take("gradient")
-            if self.limit < kernels.LARGEST or not self._copy(self.gradient):
-                self.flag = clean(torch.cat(self.pieces, out=self.gradient), self.limit, self.flag)
+            nothing = (-1,) * len(self.sizes)
+            self._gather(nothing, nothing, self.pieces[0].new_empty(0, dtype=torch.uint8))
             if self.factors:
                 self.rescale(self.factors)
-        return self.gradient
+        return cast(Tensor, self.gradient)
+
+    def add_errors(self, coded: tuple[int, ...], treated: tuple[int, ...], codes: Tensor) -> None:
+        """Add errors that are kept in 8 bits to the gradients, in the pass that copies them if nothing did yet.
+
+        Args:
+            coded: see ``blocks.Segments``.
+            treated: see ``blocks.Segments``.
+            codes: uint8, of all errors.
+        """
+        if self.raw:
+            self._gather(coded, treated, codes)
+        else:
+            add_errors(Segments(self.starts, self.sizes, coded, treated), codes, self.whole(), self.flag)
 
     @property
     def raw(self) -> bool:
@@ -100,12 +118,40 @@ class Vector:
             gradients, self.factors = self.split(self.gradient), None
             torch._foreach_mul_(gradients, list(factors(gradients).unbind()))
 
-    def _copy(self, out: Tensor) -> bool:
-        """Copy the gradients in one pass; return False if no kernel can, or a value is above ``kernels.LARGEST``."""
-        if not self.fast or self.pieces[0].dtype != torch.float32:
-            return False
-        parts = zip(self.pieces, self.split(out), strict=True)
-        return all(self.fast.copy(*_read(piece), part.numpy()) <= kernels.LARGEST_BITS for piece, part in parts)
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first element of each piece in a vector."""
+        return tuple(accumulate(self.sizes, initial=0))[:-1]
+
+    def _gather(self, coded: tuple[int, ...], treated: tuple[int, ...], codes: Tensor) -> None:
+        """Copy the gradients to ``gradient``, zeros if one is not finite, and add the errors."""
+        self.gradient = out = self.take("gradient")
+        together, segments = side_by_side(self.pieces), Segments(self.starts, self.sizes, coded, treated)
+        if self.fused and together:
+            self.fused.gather(
+                together.first, segments._replace(sources=together.places), codes, out, self.limit, self.flag
+            )
+            return
+        if self.fast and self.pieces[0].dtype == torch.float32 and self.limit >= kernels.LARGEST:
+            bounds = self._gather_on_cpu(together, segments, codes, out)
+            if bounds[1] <= kernels.LARGEST_BITS:
+                self.sound = bounds[0] > 0
+                return
+        self.flag = clean(torch.cat(self.pieces, out=out), self.limit, self.flag)
+        add_errors(segments, codes, out, self.flag)
+
+    def _gather_on_cpu(
+        self, together: SideBySide | None, segments: Segments, codes: Tensor, out: Tensor
+    ) -> tuple[int, int]:
+        """Return the least and the largest of the pieces' largest magnitudes, as the bits of float32."""
+        assert self.fast
+        if together:
+            rows = table(segments._replace(sources=together.places), None, self.device)
+            return tuple(self.fast.gather(*_read(together.whole()), rows.numpy(), codes.numpy(), out.numpy()))
+        rows, bounds = table(segments._replace(sources=(0,) * len(self.sizes)), None, self.device), []
+        for piece, row in zip(self.pieces, rows.split(1), strict=True):
+            bounds.append(self.fast.gather(*_read(piece), row.numpy(), codes.numpy(), out.numpy()))
+        return min(least for least, _ in bounds), max(most for _, most in bounds)
 
     def add(self, addend: Tensor, out: Tensor, factor: float = 1.0) -> bool:
         """Set ``sent`` to the gradients plus an addend, in one pass on a CPU.
@@ -169,14 +215,79 @@ class Vector:
         if self.scale is None and self.pieces[0].dtype == torch.float16:  # a residual can exceed its range
             torch._foreach_clamp_min_(self.means, -_LARGEST_HALF)
             torch._foreach_clamp_max_(self.means, _LARGEST_HALF)
+        if self.fused and self.mean is not None and (together := side_by_side(self.pieces)):
+            nothing = (-1,) * len(self.sizes)
+            segments = Segments(together.places, self.sizes, nothing, nothing)
+            self.fused.scatter(self.mean, segments, self.flag, together.first)
+            return
         poison(self.means if self.mean is None else [self.mean], self.flag)
         if self.means is not self.pieces:
             torch._foreach_copy_(self.pieces, self.means)
 
 
-def kernel_of(device: torch.device) -> ModuleType | None:
-    """Return the kernels that a CPU copies and adds gradients with, or None."""
-    return kernels.backend(__name__, device, "numba")
+@dataclass(frozen=True)
+class SideBySide:
+    """Tensors that together fill a piece of memory, in any order.
+
+    Attributes:
+        first: the tensor at the lowest address.
+        places: of each tensor, the elements from there to its own first one.
+        numel: elements of all of them.
+    """
+
+    first: Tensor
+    places: tuple[int, ...]
+    numel: int
+
+    def whole(self) -> Tensor:
+        """Return all of them as one tensor."""
+        return self.first.as_strided((self.numel,), (1,))
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> SideBySide | None:
+    """Return where contiguous tensors of one dtype lie if they fill one piece of one storage, as in a bucket."""
+    first = min(tensors, key=torch.Tensor.data_ptr)
+    size, begin = first.element_size(), first.data_ptr()
+    places = tuple((each.data_ptr() - begin) // size for each in tensors)
+    numel, last = sum(each.numel() for each in tensors), tensors[max(range(len(places)), key=places.__getitem__)]
+    if last.data_ptr() + last.nbytes - begin != numel * size:
+        return None
+    if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        return None
+    return SideBySide(first, places, numel)
+
+
+_FLAGS = 256
+"""Flags that are allocated at a time on an accelerator, where each allocation would have to start a kernel."""
+
+
+def new_flag(device: torch.device) -> Tensor:
+    """Return a new float32 scalar of 0.0."""
+    return torch.zeros((), dtype=torch.float32) if device.type == "cpu" else next(_zeros(device))
+
+
+@cache
+def _zeros(device: torch.device) -> Iterator[Tensor]:
+    return (flag for _ in repeat(None) for flag in torch.zeros(_FLAGS, dtype=torch.float32, device=device))
+
+
+def add_errors(segments: Segments, codes: Tensor, vector: Tensor, flag: Tensor) -> None:
+    """Add errors that are kept in 8 bits to a finite vector; see ``blocks.add``. ``flag`` is a float32 scalar."""
+    if blocks.AVERAGE not in segments.treated:
+        return
+    segments = segments._replace(sources=tuple(start for _, start, *_ in segments.rows))
+    fast = kernels.backend(__name__, vector.device)
+    if fast and vector.device.type == "cpu" and kernels.compiler(vector.device) == "numba":
+        fast.gather(*_read(vector), table(segments, None, vector.device).numpy(), codes.numpy(), vector.numpy())
+    elif fast:
+        fast.gather(vector, segments, codes, vector, torch.inf, flag)
+    else:
+        blocks.add(segments, codes, vector)
+
+
+def kernel_of(device: torch.device, by: str = "numba") -> ModuleType | None:
+    """Return the kernels of a compiler that copy gradients, and add to them, or None."""
+    return kernels.backend(__name__, device, by)
 
 
 class Stage:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_compress.core.blocks import AVERAGE, BLOCK
+from lightning_compress.core.blocks_numba import add_to
 from lightning_compress.kernels.numba import kernel
+
+_AVERAGE, _BLOCK = AVERAGE, BLOCK
 
 
 @kernel
@@ -28,8 +32,34 @@ def add(gradient, bits, residual, out):
 
 
 @kernel
-def copy(gradient, bits, out):
-    """Compute ``out = gradient``; otherwise like ``add``."""
+def gather(numbers, bits, rows, coded, out):
+    """Copy gradients into a vector, and add coded errors to them.
+
+    Args:
+        numbers: float32, the memory that holds the gradients.
+        bits: the same memory as int32.
+        rows: from ``blocks.table``. Errors are added where they are to be averaged.
+        coded: uint8, the codes of the errors; may be empty if no row has any.
+        out: float32 ``[numel]``, overwritten.
+
+    Returns:
+        the least and the largest of the gradients' largest magnitudes, as ``add`` returns them.
+    """
+    least, most, codes = np.int32(0x7FFFFFFF), np.int32(0), coded.view(np.int8)
+    for row in range(len(rows)):
+        source, start, count, code, scale = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
+        given, words, part = numbers[source : source + count], bits[source : source + count], out[start : start + count]
+        if code >= 0 and rows[row, 5] == _AVERAGE:
+            scales = coded[scale : scale - (-count // _BLOCK)]
+            largest = add_to(codes[code : code + count], scales, given, words, part)
+        else:
+            largest = _copy(given, words, part)
+        least, most = min(least, largest), max(most, largest)
+    return least, most
+
+
+@kernel
+def _copy(gradient, bits, out):
     largest = np.int32(0)
     for index in range(len(gradient)):
         out[index] = gradient[index]

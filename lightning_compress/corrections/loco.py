@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_compress import kernels
 from lightning_compress.core import blocks
+from lightning_compress.core.blocks import Segments
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.state import State, StateSpec
 from lightning_compress.core.vector import Stage, Vector
@@ -81,62 +81,42 @@ class LoCoPlan(Stage):
 
     def __init__(self, settings: LoCo, layout: Layout, state: State, alone: bool) -> None:
         self._settings, self._state, self._alone = settings, state, alone
-        coded = {segment.name: segment.span for segment in state.layout.segments}
+        starts = {segment.name: segment.offset for segment in state.layout.segments}
         self._segments = [segment for segment in layout.segments if segment.numel]
-        self._coded = [coded.get(segment.name) for segment in self._segments]
-        device = state.committed.device
-        self._fuses = alone and device.type == "cpu" and kernels.compiler(device) != "triton"
+        self._coded = tuple(starts.get(segment.name, -1) for segment in self._segments)
+        self._sizes = tuple(segment.numel for segment in self._segments)
 
     def before(self, vector: Vector) -> None:
         """Add the errors to the gradients, except for parameters that are sent dense."""
-        if vector.raw and self._fuses and self._add_in_one_pass(vector):
-            return
-        gradient, base = vector.whole(), self._state.base()
-        for segment, place in zip(self._segments, self._coded, strict=True):
-            if place is not None and self._has_errors(segment, vector):
-                blocks.add(base[place], gradient[segment.span])
-
-    def _add_in_one_pass(self, vector: Vector) -> bool:
-        """Write gradients plus errors to ``vector.sent``; return False if a gradient is all zeros or not finite."""
-        if vector.pieces[0].dtype != torch.float32:
-            return False
-        base, sent = self._state.base(), vector.take("mean")
-        for segment, place, gradient in zip(self._segments, self._coded, vector.pieces, strict=True):
-            out = sent[segment.span]
-            if place is None or not self._has_errors(segment, vector):
-                largest = int(out.copy_(gradient).abs().view(torch.int32).max())
-            else:
-                largest = blocks.add_to(base[place], gradient, out)
-            if not kernels.sound(largest):
-                return False
-        vector.sent, vector.sound = sent, True
-        return True
+        vector.add_errors(self._coded, self._treated(vector), self._state.base())
 
     def after(self, vector: Vector) -> None:
         """Update the errors by what was not sent."""
-        sent = vector.made()
-        old, new, beta = self._state.base(), self._state.pending, self._settings.beta
-        for segment, place in zip(self._segments, self._coded, strict=True):
-            if place is None:
-                continue
-            if not vector.sends_all(segment.span):
-                decay = 0.0 if self._resets(segment, vector.step) else 1.0 - beta
-                blocks.blend(old[place], decay, sent[segment.span], beta, new[place])
-            elif new is not old:
-                new[place] = old[place]
-            if not self._alone:
-                sent[segment.span] = 0.0
+        sent, beta = vector.made(), self._settings.beta
+        segments = Segments(vector.starts, self._sizes, self._coded, self._treated(vector))
+        blocks.blend(segments, self._state.base(), 1.0 - beta, sent, beta, self._state.pending)
+        if not self._alone:
+            for segment, code in zip(self._segments, self._coded, strict=True):
+                if code >= 0:
+                    sent[segment.span] = 0.0
+
+    def _treated(self, vector: Vector) -> tuple[int, ...]:
+        """Return what happens to the errors of each parameter in this step."""
+        fresh, touched = self._settings.fresh(vector.step), self._state.touched
+        if not vector.dense and not (fresh and touched):
+            return (blocks.RESET if fresh else blocks.AVERAGE,) * len(self._segments)
+        return tuple(
+            blocks.KEEP
+            if vector.sends_all(segment.span)
+            else blocks.RESET
+            if fresh and segment.name not in touched  # in the step's first backward pass
+            else blocks.AVERAGE
+            for segment in self._segments
+        )
 
     def norm(self) -> Tensor:
         """Return the norm of the committed errors, a scalar."""
         coded = self._state.committed
-        places = [place for place in self._coded if place is not None]
+        places = [segment.span for segment in self._state.layout.segments if segment.numel]
         norms = [blocks.decode(coded[place]).norm(dtype=torch.float64) for place in places]
         return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float32, device=coded.device)
-
-    def _has_errors(self, segment: Segment, vector: Vector) -> bool:
-        return not vector.sends_all(segment.span) and not self._resets(segment, vector.step)
-
-    def _resets(self, segment: Segment, step: int) -> bool:
-        """Return True if a parameter's errors are reset in this step, and this is the step's first backward pass."""
-        return self._settings.fresh(step) and segment.name not in self._state.touched

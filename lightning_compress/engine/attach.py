@@ -177,21 +177,9 @@ def compress(
     separate = may_average and device.type == "cpu"  # see hook.ThreadHook
     transports = _transports(ddp, sum(each.nbytes for _, each in parameters)) if separate else []
     first, *beside = transports or [collective]
-    unused = ddp.find_unused_parameters or ddp.static_graph
-    delayed = bool(settings.options.delay) and collective.size > 1
-    make, on_cpu = (DelayedCompression, DelayedHook) if delayed else (Compression, hook.ThreadHook)
-    compression = make(
-        ddp.module,
-        settings,
-        first,
-        scale,
-        set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ())),
-        unused,
-        accumulates and not delayed,
-        _caps(ddp),
-        beside=beside,
-    )
+    compression = compression_of(ddp, settings, first, beside, scale, accumulates)
     compression.run_summary = run_summary(compression.settings, parameters, world)
+    on_cpu = DelayedHook if isinstance(compression, DelayedCompression) else hook.ThreadHook
     if not idle:
         hook.register(compression, ddp, transports, on_cpu)
     counting = hook.count_only(compression, ddp, collective.size) if idle else None
@@ -215,6 +203,38 @@ def compress(
 
     compression.at_load(loaded)
     return compression
+
+
+def compression_of(
+    ddp: DistributedDataParallel,
+    settings: RunState,
+    collective: Collective,
+    beside: Sequence[Collective] = (),
+    scale: ScaleSource = lambda: None,
+    accumulates: bool = True,
+) -> Compression:
+    """Return the compression of a model, before anything averages with it.
+
+    Args:
+        ddp: the model.
+        settings: what runs.
+        collective: the ranks.
+        beside: see ``Compression``.
+        scale: see ``attach``.
+        accumulates: see ``Compression``.
+    """
+    delayed = bool(settings.options.delay) and collective.size > 1
+    return (DelayedCompression if delayed else Compression)(
+        ddp.module,
+        settings,
+        collective,
+        scale,
+        set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ())),
+        ddp.find_unused_parameters or ddp.static_graph,
+        accumulates and not delayed,
+        _caps(ddp),
+        beside=beside,
+    )
 
 
 def own_bucket_cap_mb(ranks: int) -> int | None:

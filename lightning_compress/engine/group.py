@@ -81,7 +81,8 @@ class Group:
         self.nonfinite: list[str] = []
         self.averages = settings.averages
         self._segments = [segment for segment in self.layout.segments if segment.numel]
-        self._key, self._fast = mix(settings.options.seed, name_key(self.names)), kernel_of(world.device)
+        self._key = mix(settings.options.seed, name_key(self.names))
+        self._kernels = kernel_of(world.device), kernel_of(world.device, "triton")
         self._plain_method = dense_of(dtype)
         exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in sections)
         coarse = [each for each in sections if each.method == settings.method or each.method.contractive]
@@ -244,7 +245,7 @@ class Group:
         limit = min(limit, kernels.LARGEST) if self.states else limit
         dense = [slice(0, self.layout.numel)] if plan is self._dense else plan.dense_spans
         scale = scale if self._unscales else None
-        return Vector(pieces, step, scale, draws, left_out, limit, dense, plan.in_place, self._fast)
+        return Vector(pieces, step, scale, draws, left_out, limit, dense, plan.in_place, *self._kernels)
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:
         """Average gradients in their own memory and return the flag; return None if more has to be done."""

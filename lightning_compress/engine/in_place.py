@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
+from lightning_compress.core.vector import side_by_side
 
 
 def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Tensor:
@@ -22,8 +22,8 @@ def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Ten
     Returns:
         float32 scalar: 0.0, or NaN if a mean is not finite; the same on all ranks.
     """
-    flat = _side_by_side(gradients)
-    whole = torch.cat(list(gradients)) if flat is None else flat
+    flat = side_by_side(gradients)
+    whole = flat.whole() if flat else torch.cat(list(gradients))
     collective.all_reduce(whole.div_(collective.size))
     if flat is None:
         torch._foreach_copy_(list(gradients), list(whole.split([each.numel() for each in gradients])))
@@ -33,16 +33,6 @@ def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Ten
 
 def extremes(gradients: Sequence[Tensor]) -> Tensor:
     """Return the minimum and maximum of each gradient, or of all together; NaN if one is NaN."""
-    if not gradients[0].is_cpu and (flat := _side_by_side(gradients)) is not None:  # a launch costs more than a pass
-        gradients = [flat]
+    if not gradients[0].is_cpu and (flat := side_by_side(gradients)):  # a launch costs more than a pass
+        gradients = [flat.whole()]
     return torch.cat([torch.stack(torch.aminmax(each)) for each in gradients])
-
-
-def _side_by_side(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return one tensor of all gradients if together they fill a piece of memory, in any order; else None."""
-    parts = sorted(gradients, key=torch.Tensor.data_ptr)
-    first, storage = parts[0], parts[0].untyped_storage().data_ptr()
-    contiguous = all(one.data_ptr() + one.nbytes == two.data_ptr() for one, two in pairwise(parts))
-    if not contiguous or any(part.untyped_storage().data_ptr() != storage for part in parts):
-        return None
-    return first.as_strided((sum(part.numel() for part in parts),), (1,))

@@ -5,6 +5,7 @@ import torch
 
 from lightning_compress import kernels
 from lightning_compress.core import blocks
+from lightning_compress.core.vector import add_errors
 
 SIZES = [0, 1, 63, 64, 65, 1000, 100_003]
 
@@ -30,16 +31,31 @@ def test_bytes_stand_for_numbers_and_numbers_for_the_same_bytes(numel):
         assert (own - other).abs().max() <= own.abs().max() / 64 if numel else True
 
 
-@pytest.mark.parametrize("numel", SIZES)
-def test_kernels_write_what_tensor_operations_write(numel):
+TREATED = (blocks.AVERAGE, blocks.RESET, blocks.AVERAGE, blocks.KEEP, blocks.AVERAGE, blocks.AVERAGE)
+LENGTHS = (63, 1000, 5003, 64, 65, 7)
+CODED = (65, 200, 2000, 0, -1, 1300)
+"""Of some parameters, where the codes of each begin: in any order, and one has none."""
+
+
+@pytest.mark.parametrize("share", [0.05, 1.0])
+def test_kernels_write_what_tensor_operations_write(share):
     found = []
+    segments = blocks.Segments((0,) * 6, LENGTHS, CODED, TREATED)
     for choice in ("torch", "auto"):
         with kernels.using(choice):
-            new, out, old = coded(drawn(numel, 1)), torch.empty(numel), coded(drawn(numel, 1))
-            blocks.blend(old, 0.95, drawn(numel, 2), 0.05, new)
-            largest = blocks.add_to(old, drawn(numel, 3), out)
-            found.append((new.tolist(), out.tolist(), largest, coded(drawn(numel)).tolist()))
-    assert found[0] == found[1]
+            old = torch.randint(0, 256, (8000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+            new, own = torch.zeros_like(old), old.clone()
+            for out in (new, own):
+                blocks.blend(segments, old if out is new else own, 0.95, drawn(sum(LENGTHS), 2), share, out)
+            added, flag = drawn(sum(LENGTHS), 3), torch.zeros(())
+            add_errors(segments, old, added, flag)
+            found.append((new, own, added))
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other)
+    assert new[: blocks.coded_bytes(64)].equal(old[: blocks.coded_bytes(64)])
+    before = drawn(sum(LENGTHS), 3)
+    same = [one.equal(other) for one, other in zip(added.split(LENGTHS), before.split(LENGTHS), strict=True)]
+    assert same == [False, True, False, True, True, False]
 
 
 @pytest.mark.parametrize("choice", ["torch", "auto"])

@@ -5,7 +5,7 @@ import torch
 
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.state import State
-from lightning_compress.core.vector import clean, poison
+from lightning_compress.core.vector import Vector, clean, kernel_of, poison
 
 
 @pytest.fixture(autouse=True)
@@ -100,28 +100,66 @@ def test_parameters_that_are_not_used(device):
     assert vectors.sum() == 2 * (13100 - 3)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 64, 65, 4096, 9001])
-def test_errors_in_8_bits(numel, device, by):
+SIZES = (1, 64, 65, 9001, 700, 4096)
+CODED = (9000, 11000, 12000, 13000, -1, 0)
+
+
+@pytest.mark.parametrize("treated", [(2, 2, 2, 2, 2, 2), (1, 2, 0, 2, 2, 1), (0, 0, 0, 0, 0, 0), (1, 1, 1, 1, 1, 1)])
+def test_errors_in_8_bits(treated, device, by):
     """LoCo's, with blocks of zeros, of tiny and of large numbers, and halves to round; tensor operations do it."""
     from lightning_compress.core import blocks
+    from lightning_compress.core.vector import add_errors
 
     def drawn(seed):
         generator = torch.Generator().manual_seed(seed)
-        numbers = torch.randn(numel, generator=generator) * 10 ** (3 * torch.randn(numel, generator=generator))
-        numbers[100:200], numbers[256:320] = 0.0, 1e-37
-        numbers[320:384] = torch.arange(64)[: len(numbers[320:384])] + 0.5
-        numbers[384:400] = 1e38
+        numbers = torch.randn(sum(SIZES), generator=generator) * 10 ** (
+            3 * torch.randn(sum(SIZES), generator=generator)
+        )
+        numbers[100:200], numbers[256:320], numbers[384:400] = 0.0, 1e-37, 1e38
+        numbers[320:384] = torch.arange(64) + 0.5
         return numbers
 
     def found(choice, where):
         by(choice)
-        old = torch.full((blocks.coded_bytes(numel),), 130, dtype=torch.uint8, device=where)
-        blocks.encode(drawn(1).to(where), old)  # whatever there was before
+        segments = blocks.Segments((0,) * 6, SIZES, CODED, treated)
+        old = torch.randint(0, 256, (25000,), generator=torch.Generator().manual_seed(5)).to(torch.uint8).to(where)
         new, out = torch.zeros_like(old), drawn(2).to(where)
-        blocks.blend(old, 0.95, drawn(3).to(where), 0.05, new)
-        blocks.add(new, out)
-        blocks.blend(old, 0.5, drawn(4).to(where), 0.5, old)
-        return [each.cpu() for each in (old, new, out)]
+        blocks.blend(segments, old, 0.95, drawn(3).to(where), 0.05, new)
+        add_errors(segments, new, out, torch.zeros((), device=where))
+        blocks.blend(segments, old, 0.5, drawn(4).to(where), 0.5, old)
+        places = [slice(code, code + blocks.coded_bytes(size)) for code, size in zip(CODED, SIZES, strict=True)]
+        return [out.cpu(), *(each[place].cpu() for each in (old, new) for place in places[:4])]
 
     expected = found("torch", torch.device("cpu"))
     assert all(one.equal(other) for one, other in zip(found("triton", device), expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [None, torch.inf, torch.nan, 3e4])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), None])
+def test_gradients_are_gathered_and_means_scattered(order, bad, dtype, device, by):
+    """From a bucket whose parameters have another order, in one pass; else one by one."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (3000, 1, 7000)
+    bucket = torch.randn(sum(sizes), generator=generator).to(dtype)
+    if bad is not None:
+        bucket[2500] = bad
+
+    def found(choice, where):
+        by(choice)
+        memory = bucket.clone().to(where)
+        parts = list(memory.split([sizes[place] for place in order or (0, 1, 2)]))
+        pieces = [parts[(order or (0, 1, 2)).index(place)] for place in range(3)]
+        pieces = pieces if order else [each.clone() for each in pieces]
+        vector = Vector(pieces, limit=1e4, fused=kernel_of(where, "triton"))
+        whole = vector.whole().clone()
+        vector.out(False).copy_(2 * whole)
+        vector.give()
+        return vector.flag.cpu(), whole.cpu(), [each.cpu() for each in pieces]
+
+    (flag, whole, pieces), (own_flag, own_whole, own) = found("torch", torch.device("cpu")), found("triton", device)
+    assert bool(flag.isnan()) == bool(own_flag.isnan()) == (bad is not None)
+    if bad is None:
+        assert whole.equal(own_whole)
+    assert own_whole.isfinite().all()
+    assert all(one.nan_to_num(7.0).equal(other.nan_to_num(7.0)) for one, other in zip(pieces, own, strict=True))

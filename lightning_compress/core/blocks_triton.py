@@ -1,0 +1,65 @@
+"""Values in 8 bits each, on a GPU; the same bits as ``blocks.py``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_compress.core.blocks import AVERAGE, BLOCK, KEEP, RESET, Segments, table
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel
+
+_BLOCK, _KEEP, _AVERAGE = tl.constexpr(BLOCK), tl.constexpr(KEEP), tl.constexpr(AVERAGE)
+_LEAST, _MOST = tl.constexpr(6), tl.constexpr(253)
+_ROUND = tl.constexpr(1.5 * 2**23)
+"""Adding and subtracting it rounds a float32 below 2^22 to the nearest integer, to even in the middle."""
+_TILE = 2048
+"""Elements per program."""
+
+
+def blend(segments: Segments, old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:
+    """See ``blocks.py``."""
+    rows = table(segments, _TILE, values.device)
+    if len(rows) and {RESET, AVERAGE} & set(segments.treated):
+        _blend[(len(rows),)](old, rows, kept, values, share, new, _TILE // BLOCK, **OPTIONS)
+    elif len(rows):
+        new.copy_(old)
+
+
+@triton.jit
+def decoded(codes, code, scale, at, inside):
+    """Return the values of the elements ``at``, float32, of a part whose codes and exponents start at these bytes."""
+    exponents = tl.load(codes + scale + at // _BLOCK, mask=inside, other=0).to(tl.int32)
+    numbers = tl.load(codes + code + at, mask=inside, other=0).to(tl.int8, bitcast=True)
+    return numbers.to(tl.float32) * _power(exponents - _LEAST, exponents)
+
+
+@triton.jit
+def _power(power, exponents):
+    """Return the powers of two with these float32 exponents; 0 where the block's exponent is not valid."""
+    valid = (exponents > _LEAST) & (exponents <= _MOST)
+    return (tl.where(valid, power, 0) << 23).to(tl.float32, bitcast=True)
+
+
+@kernel
+def _blend(old, rows, kept, values, share, new, BLOCKS: tl.constexpr):
+    row = rows + tl.program_id(0).to(tl.int64) * 6
+    start, count = tl.load(row + 1), tl.load(row + 2)
+    code, scale, treated = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    block = tl.arange(0, BLOCKS)
+    at = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    inside, within = at < count, block * _BLOCK < count
+    if code >= 0:
+        if treated == _KEEP:
+            tl.store(new + code + at, tl.load(old + code + at, mask=inside), mask=inside)
+            tl.store(new + scale + block, tl.load(old + scale + block, mask=within), mask=within)
+        else:
+            blended = tl.load(values + start + at, mask=inside, other=0.0) * share
+            if treated == _AVERAGE:
+                blended += decoded(old, code, scale, at, inside) * kept
+            exponents = tl.max(tl.abs(blended), axis=1).to(tl.int32, bitcast=True) >> 23
+            valid = (exponents > _LEAST) & (exponents <= _MOST)
+            scaled = blended * _power(260 - exponents, exponents)[:, None]
+            rounded = tl.minimum(tl.maximum((scaled + _ROUND) - _ROUND, -127.0), 127.0)
+            tl.store(new + code + at, rounded.to(tl.int8).to(tl.uint8, bitcast=True), mask=inside)
+            tl.store(new + scale + block, tl.where(valid, exponents, 0).to(tl.uint8), mask=within)
