@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.launches import averaging
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.codecs.codec import aligned
@@ -104,6 +105,7 @@ def _launch(name: str, layout: Layout) -> None:
 
 
 def _launch_group(layout: Layout) -> None:
+    """Start what a group of such a vector starts, by methods with and without state, and what few steps need."""
     vector, scalar = torch.zeros(layout.numel), torch.zeros(())
     made = (kernels.backend(each.__name__, vector.device, "triton") for each in (vectors, state, unused))
     of_gradients, of_state, of_unused = (each for each in made if each)
@@ -111,10 +113,13 @@ def _launch_group(layout: Layout) -> None:
     of_state.replace(scalar > 0, vector, vector)
     of_gradients.add_flag(scalar, vector)
     tiles = of_unused.table([(0, 0, layout.numel)], vector.device)
-    used = torch.zeros(1, dtype=torch.uint8)
-    of_unused.find_used(tiles, used, vector, vector)
-    of_unused.zero_unused(tiles, used, vector, vector)
-    of_unused.restore_unused(tiles, used, vector, vector)
+    of_unused.restore_unused(tiles, torch.zeros(1, dtype=torch.uint8), vector, vector)
+    for method in ("qsgd", "rotated", "onebit", "efsign"):
+        for exchange, ranks in (("all_gather", 2), ("two_shot", 4)):
+            shapes = [(max(1, layout.numel // 64), 64)] * 4 + [(37,)] * 4
+            average, commit = averaging(method, exchange, ranks, [], vector.device, shapes)
+            average()
+            commit()
 
 
 def _read(kernel: Any) -> dict[str, Any]:

@@ -81,14 +81,20 @@ class _Operations(TorchDispatchMode):
 @contextmanager
 def _without_a_gpu(log: list[str]) -> Iterator[None]:
     """Note the kernels of Triton, and take them for what the device "meta" is compiled for."""
+    from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     real = kernels.compiler
+
+    def note(kernel: Any, *_: object, **__: object) -> None:
+        log.append(f"triton:{kernel.fn.__name__}")
+
     with ExitStack() as patched:
         replaced = {
             (kernels, "compiler"): lambda device: "triton" if device.type == "meta" else real(device),
             (Tensor, "data_ptr"): lambda tensor: tensor.storage_offset() * tensor.element_size(),
-            (JITFunction, "run"): lambda kernel, *_, **__: log.append(f"triton:{kernel.fn.__name__}"),
+            (JITFunction, "run"): note,
+            (InterpretedFunction, "run"): note,
         }
         for (owner, name), function in replaced.items():
             patched.enter_context(mock.patch.object(owner, name, function))

@@ -5,6 +5,7 @@ bfloat16 is handled as int16, the upper half of a float32: rounding is then two 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.core.random import Stream
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read, read_sum, sources, write
+from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read, read_sum, shard, sources, write
 from lightning_compress.kernels.triton.random_bits import random16, signed
 
 _ROWS = tl.constexpr(512)
@@ -46,6 +48,29 @@ class Halves:
         halves = self._halves(messages)
         _decode[_grid(out)](halves, 2 * halves.stride(0), out, weight, len(out), accumulate, len(messages), **OPTIONS)
 
+    def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
+        """See ``ShardKernel``."""
+        if any(each.kernel != self for each in shards):
+            return None
+        tiles = [(tile, each) for each in shards for tile in range(triton.cdiv(each.numel, _TILE.value))]
+        return Shards.of([(tile, each.start, each.numel, each.at // 2) for tile, each in tiles], shards, device)
+
+    def encode_shards(
+        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
+    ) -> None:
+        """See ``ShardKernel``."""
+        first, second, both = sources(vector, summands)
+        inputs = first, second, vector, self._halves(messages), shards.table, self.limit
+        _encode_shards[(len(shards.table),)](*inputs, both, keep, **OPTIONS)
+
+    def decode_shards(
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+    ) -> None:
+        """See ``ShardKernel``."""
+        halves, rows = self._halves(messages), 1 if skip is None else len(messages)
+        inputs = halves, 2 * halves.stride(0), shards.table, out, weight, -1 if skip is None else skip
+        _decode_shards[(len(shards.table),)](*inputs, accumulate, rows, **OPTIONS)
+
     def _halves(self, message: Tensor) -> Tensor:
         return message.view(torch.int16 if self.dtype == torch.bfloat16 else self.dtype)
 
@@ -62,17 +87,28 @@ def _grid(vector: Tensor) -> tuple[int]:
 
 @kernel(do_not_specialize=["numel"])
 def _encode(first, second, vector, halves, limit, numel, SUM: tl.constexpr, KEEP: tl.constexpr):
-    if (tl.program_id(0) + 1).to(tl.int64) * _TILE <= numel:
-        _encode_tile(first, second, vector, halves, limit, numel, SUM, KEEP, True)
+    _encode_part(tl.program_id(0), first, second, vector, halves, limit, numel, SUM, KEEP)
+
+
+@kernel
+def _encode_shards(first, second, vector, halves, table, limit, SUM: tl.constexpr, KEEP: tl.constexpr):
+    tile, start, numel, at = shard(table)
+    _encode_part(tile, first + start, second + start, vector + start, halves + at, limit, numel, SUM, KEEP)
+
+
+@triton.jit
+def _encode_part(tile, first, second, vector, halves, limit, numel, SUM: tl.constexpr, KEEP: tl.constexpr):
+    if (tile + 1).to(tl.int64) * _TILE <= numel:
+        _encode_tile(tile, first, second, vector, halves, limit, numel, SUM, KEEP, True)
     else:
-        _encode_tile(first, second, vector, halves, limit, numel, SUM, KEEP, False)
+        _encode_tile(tile, first, second, vector, halves, limit, numel, SUM, KEEP, False)
 
 
 @triton.jit
 def _encode_tile(
-    first, second, vector, halves, limit, numel, SUM: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr
+    tile, first, second, vector, halves, limit, numel, SUM: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr
 ):
-    start, index, inside = _indices(numel)
+    start, index, inside = _indices(tile, numel)
     numbers = read_sum(first + start, second + start, index, inside, SUM, WHOLE)
     small = tl.maximum(tl.minimum(numbers, limit), -limit)
     if halves.dtype.element_ty == tl.float16:
@@ -87,18 +123,35 @@ def _encode_tile(
 
 @kernel(do_not_specialize=["numel"])
 def _decode(halves, stride: tl.int64, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr):
-    if (tl.program_id(0) + 1).to(tl.int64) * _TILE <= numel:
-        _decode_tile(halves, stride, out, weight, numel, ADD, MESSAGES, True)
-    else:
-        _decode_tile(halves, stride, out, weight, numel, ADD, MESSAGES, False)
+    _decode_part(tl.program_id(0), None, halves, stride, out, weight, numel, ADD, MESSAGES)
+
+
+@kernel(do_not_specialize=["skip"])
+def _decode_shards(halves, stride: tl.int64, table, out, weight, skip, ADD: tl.constexpr, MESSAGES: tl.constexpr):
+    tile, start, numel, at = shard(table)
+    _decode_part(tile, skip, halves + at, stride, out + start, weight, numel, ADD, MESSAGES)
 
 
 @triton.jit
-def _decode_tile(halves, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr):
-    start, index, inside = _indices(numel)
+def _decode_part(tile, skip, halves, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr):
+    if (tile + 1).to(tl.int64) * _TILE <= numel:
+        _decode_tile(tile, skip, halves, stride, out, weight, numel, ADD, MESSAGES, True)
+    else:
+        _decode_tile(tile, skip, halves, stride, out, weight, numel, ADD, MESSAGES, False)
+
+
+@triton.jit
+def _decode_tile(
+    tile, skip, halves, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr
+):
+    start, index, inside = _indices(tile, numel)
     total = read(out + start, index, inside, WHOLE) if ADD else tl.zeros([_ROWS, 4], tl.float32)
     for message in range(MESSAGES):
-        total += _floats(read(halves + (message * stride >> 1) + start, index, inside, WHOLE)) * weight
+        added = _floats(read(halves + (message * stride >> 1) + start, index, inside, WHOLE)) * weight
+        if skip is None:
+            total += added
+        else:
+            total = tl.where(message == skip, total, total + added)
     write(out + start, index, total, inside, WHOLE)
 
 
@@ -112,7 +165,7 @@ def _round(values, out, state: tl.int64, numel):
 
 @triton.jit
 def _round_tile(values, out, state, numel, WHOLE: tl.constexpr):
-    start, index, inside = _indices(numel)
+    start, index, inside = _indices(tl.program_id(0), numel)
     small = tl.maximum(tl.minimum(read(values + start, index, inside, WHOLE), _LARGEST), -_LARGEST)
     word = tl.program_id(0).to(tl.int64) * _ROWS + tl.arange(0, _ROWS)
     bits = small.to(tl.int32, bitcast=True) + random16(state, word)
@@ -120,9 +173,9 @@ def _round_tile(values, out, state, numel, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _indices(numel):
-    """Return a program's first element, its elements relative to that, ``[_ROWS, 4]``, and which of them exist."""
-    start = tl.program_id(0).to(tl.int64) * _TILE
+def _indices(tile, numel):
+    """Return a tile's first element, its elements relative to that, ``[_ROWS, 4]``, and which of them exist."""
+    start = tile.to(tl.int64) * _TILE
     index = tl.arange(0, _ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     return start, index, index < tl.minimum(numel - start, _TILE).to(tl.int32)
 

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -187,6 +188,84 @@ class Kernel(Protocol):
         """Write or add the weighted sum of messages ``[M, message_size]``. Rows may be strided."""
 
 
+class Shard(NamedTuple):
+    """A part of a vector that has a message of its own, among other messages.
+
+    Attributes:
+        start: its first element in the vector.
+        numel: its number of elements.
+        kernel: of its plan.
+        at: the first byte of its message.
+        size: bytes of its message.
+        peer: to whom it is sent; mixed into the random key.
+        number: of the section; mixed into the key if it is not 0.
+    """
+
+    start: int
+    numel: int
+    kernel: Kernel
+    at: int
+    size: int
+    peer: int
+    number: int
+
+
+class Shards(NamedTuple):
+    """Shards, as the launches read them.
+
+    Attributes:
+        table: int64, a row for each program.
+        aligned: whether each begins at a multiple of 16 bytes of its vector.
+        slots: how many shards.
+    """
+
+    table: Tensor
+    aligned: bool
+    slots: int
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]], shards: Sequence[Shard], device: torch.device) -> Shards:
+        """Return the rows on a device."""
+        table = torch.tensor(rows, dtype=torch.int64).to(device)
+        return cls(table, all(shard.start % 4 == 0 for shard in shards), len(shards))
+
+
+class ShardKernel(Kernel, Protocol):
+    """A kernel that also encodes and decodes many shards in one launch."""
+
+    def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
+        """Return these shards for launches; None if their kernels differ in more than where codes begin."""
+
+    def encode_shards(
+        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
+    ) -> None:
+        """Write all messages.
+
+        Args:
+            vector: the whole vector, whose parts are encoded.
+            summands: see ``FusedPlan.encode``; as long as the vector.
+            messages: uint8, the memory that holds all messages.
+            shards: which ones.
+            key: the random key without peer and section.
+            keep: see ``FusedPlan.encode``.
+        """
+
+    def decode_shards(
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+    ) -> None:
+        """Write or add the weighted sums of messages.
+
+        Args:
+            messages: uint8 ``[M, size]``, contiguous. Shards are decoded from every row, but from row ``skip``; or,
+                if ``skip`` is None, each from the place where it stands, once.
+            shards: which ones; their places count from the first row.
+            out: the whole vector.
+            weight: factor.
+            accumulate: add to ``out``.
+            skip: see ``messages``.
+        """
+
+
 class KernelPlan(FusedPlan):
     """A plan that leaves all work to a kernel.
 
@@ -198,19 +277,19 @@ class KernelPlan(FusedPlan):
 
     def __init__(self, layout: Layout, size: int, kernel: Kernel) -> None:
         super().__init__(layout)
-        self.message_size, self._kernel = size, kernel
+        self.message_size, self.kernel = size, kernel
 
     def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
         """See ``FusedPlan.encode``."""
         self.check(vector, message)
         if self.layout.numel:
-            self._kernel.encode(vector, summands, message, self.stream(key), keep)
+            self.kernel.encode(vector, summands, message, self.stream(key), keep)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""
         self.check(out, messages)
         if self.layout.numel:
-            self._kernel.decode(messages, out, weight, accumulate)
+            self.kernel.decode(messages, out, weight, accumulate)
 
 
 class Method:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.core.random import Stream
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read, read_sum, sources, write
+from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read, read_sum, shard, sources, write
 
 _TILE = 2048
 """Elements per program."""
@@ -28,6 +31,29 @@ class Floats:
         inputs = messages, messages.stride(0), out, weight, len(out)
         _decode[_grid(out)](*inputs, accumulate, len(messages), _TILE, **OPTIONS)
 
+    def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
+        """See ``ShardKernel``."""
+        if not all(isinstance(each.kernel, Floats) for each in shards):
+            return None
+        tiles = [(tile, each) for each in shards for tile in range(triton.cdiv(each.numel, _TILE))]
+        return Shards.of([(tile, each.start, each.numel, each.at) for tile, each in tiles], shards, device)
+
+    def encode_shards(
+        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
+    ) -> None:
+        """See ``ShardKernel``."""
+        first, second, both = sources(vector, summands)
+        inputs = first, second, vector, messages, shards.table
+        _encode_shards[(len(shards.table),)](*inputs, both, keep, _TILE, **OPTIONS)
+
+    def decode_shards(
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+    ) -> None:
+        """See ``ShardKernel``."""
+        rows = 1 if skip is None else len(messages)
+        inputs = messages, messages.stride(0), shards.table, out, weight, -1 if skip is None else skip
+        _decode_shards[(len(shards.table),)](*inputs, accumulate, rows, _TILE, **OPTIONS)
+
 
 def _grid(vector: Tensor) -> tuple[int]:
     return (triton.cdiv(len(vector), _TILE),)
@@ -35,7 +61,23 @@ def _grid(vector: Tensor) -> tuple[int]:
 
 @kernel(do_not_specialize=["numel"])
 def _encode(first, second, vector, numbers, numel, SUM: tl.constexpr, KEEP: tl.constexpr, TILE: tl.constexpr):
-    index, inside = _indices(numel, TILE)
+    _encode_tile(tl.program_id(0), first, second, vector, numbers, numel, SUM, KEEP, TILE)
+
+
+@kernel
+def _encode_shards(
+    first, second, vector, messages, table, SUM: tl.constexpr, KEEP: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    tile, start, numel, at = shard(table)
+    numbers = (messages + at).to(tl.pointer_type(tl.float32))
+    _encode_tile(tile, first + start, second + start, vector + start, numbers, numel, SUM, KEEP, TILE)
+
+
+@triton.jit
+def _encode_tile(
+    tile, first, second, vector, numbers, numel, SUM: tl.constexpr, KEEP: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    index, inside = _indices(tile, numel, TILE)
     write(numbers, index, read_sum(first, second, index, inside, SUM, False), inside, False)
     if KEEP:
         write(vector, index, tl.zeros([TILE], tl.float32), inside, False)
@@ -45,17 +87,37 @@ def _encode(first, second, vector, numbers, numel, SUM: tl.constexpr, KEEP: tl.c
 def _decode(
     messages, stride: tl.int64, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    index, inside = _indices(numel, TILE)
+    _decode_tile(tl.program_id(0), None, messages, stride, out, weight, numel, ADD, MESSAGES, TILE)
+
+
+@kernel(do_not_specialize=["skip"])
+def _decode_shards(
+    messages, stride: tl.int64, table, out, weight, skip,
+    ADD: tl.constexpr, MESSAGES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile, start, numel, at = shard(table)
+    _decode_tile(tile, skip, messages + at, stride, out + start, weight, numel, ADD, MESSAGES, TILE)
+
+
+@triton.jit
+def _decode_tile(
+    tile, skip, messages, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    index, inside = _indices(tile, numel, TILE)
     total = read(out, index, inside, False) if ADD else tl.zeros([TILE], tl.float32)
     factor = (tl.zeros([TILE], tl.float32) + weight).to(tl.float64)
     for message in range(MESSAGES):
         numbers = read((messages + message * stride).to(tl.pointer_type(tl.float32)), index, inside, False)
         # the product is exact in float64, so that it is rounded once, with the sum
-        total = (numbers.to(tl.float64) * factor + total.to(tl.float64)).to(tl.float32)
+        added = (numbers.to(tl.float64) * factor + total.to(tl.float64)).to(tl.float32)
+        if skip is None:
+            total = added
+        else:
+            total = tl.where(message == skip, total, added)
     write(out, index, total, inside, False)
 
 
 @triton.jit
-def _indices(numel, TILE: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+def _indices(tile, numel, TILE: tl.constexpr):
+    index = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     return index, index < numel

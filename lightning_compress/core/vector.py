@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, repeat
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,20 @@ from lightning_compress.core.blocks import Segments, table
 from lightning_compress.core.workspace import pieces, scratch
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
+
+
+class Rows(NamedTuple):
+    """Rows of gradients, of which some are unused.
+
+    Attributes:
+        firsts: of each gradient, the index of its first row in ``used``.
+        counts: of each gradient, how many rows of one length it has; 0 if it is used.
+        used: uint8, 0 for unused rows.
+    """
+
+    firsts: tuple[int, ...]
+    counts: tuple[int, ...]
+    used: Tensor
 
 
 @dataclass
@@ -38,6 +52,7 @@ class Vector:
         limit: a larger magnitude counts as not finite.
         dense: slices that are sent uncompressed.
         in_place: some ranks may average in place in this pass, without any stage.
+        marked: the exchange tells other ranks what is unused on this one.
         fast: kernels of ``kernel_of``, on a CPU.
         fused: kernels of ``kernel_of``, on an accelerator.
 
@@ -52,6 +67,7 @@ class Vector:
         sound: True if every gradient is finite and not all zeros; False means unknown.
         means: float32, the means, in pieces.
         mean: float32 ``[numel]``, the means as one vector; None if they are not contiguous.
+        rows: rows of the means that are zeroed while they are written to the gradients, or None.
     """
 
     pieces: list[Tensor]
@@ -62,6 +78,7 @@ class Vector:
     limit: float = torch.inf
     dense: Sequence[slice] = ()
     in_place: bool = False
+    marked: bool = False
     fast: ModuleType | None = None
     fused: ModuleType | None = None
     gradient: Tensor | None = None
@@ -71,6 +88,7 @@ class Vector:
     sound: bool = False
     means: list[Tensor] = field(default_factory=list)
     mean: Tensor | None = None
+    rows: Rows | None = None
 
     def __post_init__(self) -> None:
         self.device = self.pieces[0].device
@@ -126,7 +144,7 @@ class Vector:
     def _gather(self, coded: tuple[int, ...], treated: tuple[int, ...], codes: Tensor) -> None:
         """Copy the gradients to ``gradient``, zeros if one is not finite, and add the errors."""
         self.gradient = out = self.take("gradient")
-        together, segments = side_by_side(self.pieces), Segments(self.starts, self.sizes, coded, treated)
+        together, segments = adjacent(self.pieces), Segments(self.starts, self.sizes, coded, treated)
         if self.fused and together:
             self.fused.gather(
                 together.first, segments._replace(sources=together.places), codes, out, self.limit, self.flag
@@ -141,7 +159,7 @@ class Vector:
         add_errors(segments, codes, out, self.flag)
 
     def _gather_on_cpu(
-        self, together: SideBySide | None, segments: Segments, codes: Tensor, out: Tensor
+        self, together: Adjacent | None, segments: Segments, codes: Tensor, out: Tensor
     ) -> tuple[int, int]:
         """Return the least and the largest of the pieces' largest magnitudes, as the bits of float32."""
         assert self.fast
@@ -215,18 +233,17 @@ class Vector:
         if self.scale is None and self.pieces[0].dtype == torch.float16:  # a residual can exceed its range
             torch._foreach_clamp_min_(self.means, -_LARGEST_HALF)
             torch._foreach_clamp_max_(self.means, _LARGEST_HALF)
-        if self.fused and self.mean is not None and (together := side_by_side(self.pieces)):
-            nothing = (-1,) * len(self.sizes)
-            segments = Segments(together.places, self.sizes, nothing, nothing)
-            self.fused.scatter(self.mean, segments, self.flag, together.first)
+        if self.fused and self.mean is not None and (together := adjacent(self.pieces)):
+            self.fused.scatter(self.mean, together.places, self.sizes, self.flag, together.first, self.rows)
             return
+        assert self.rows is None
         poison(self.means if self.mean is None else [self.mean], self.flag)
         if self.means is not self.pieces:
             torch._foreach_copy_(self.pieces, self.means)
 
 
 @dataclass(frozen=True)
-class SideBySide:
+class Adjacent:
     """Tensors that together fill a piece of memory, in any order.
 
     Attributes:
@@ -244,7 +261,7 @@ class SideBySide:
         return self.first.as_strided((self.numel,), (1,))
 
 
-def side_by_side(tensors: Sequence[Tensor]) -> SideBySide | None:
+def adjacent(tensors: Sequence[Tensor]) -> Adjacent | None:
     """Return where contiguous tensors of one dtype lie if they fill one piece of one storage, as in a bucket."""
     first = min(tensors, key=torch.Tensor.data_ptr)
     size, begin = first.element_size(), first.data_ptr()
@@ -254,7 +271,7 @@ def side_by_side(tensors: Sequence[Tensor]) -> SideBySide | None:
         return None
     if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
         return None
-    return SideBySide(first, places, numel)
+    return Adjacent(first, places, numel)
 
 
 _FLAGS = 256

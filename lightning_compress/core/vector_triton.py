@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.core.blocks import AVERAGE, Segments, table
 from lightning_compress.core.blocks_triton import decoded
-from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read
+from lightning_compress.core.vector import Rows
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, write
 
 _AVERAGE = tl.constexpr(AVERAGE)
 
@@ -29,14 +35,52 @@ def gather(first: Tensor, segments: Segments, codes: Tensor, out: Tensor, limit:
     """
     rows, coded = table(segments, _TILE, out.device), AVERAGE in segments.treated
     if len(rows):
-        _gather[(len(rows),)](first, rows, codes, out, limit, flag, coded, _TILE, **OPTIONS)
+        constants = coded, _aligned(segments.sources, segments.sizes), _TILE
+        _gather[(len(rows),)](first, rows, codes, out, limit, flag, *constants, **OPTIONS)
 
 
-def scatter(mean: Tensor, segments: Segments, flag: Tensor, first: Tensor) -> None:
-    """Copy a vector's parts to where the gradients are, plus the float32 scalar ``flag``; see ``gather``."""
-    rows = table(segments, _TILE, mean.device)
-    if len(rows):
-        _scatter[(len(rows),)](mean, rows, flag, first, _TILE, **OPTIONS)
+@lru_cache(maxsize=4096)
+def _aligned(places: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Return whether all parts begin at a multiple of 16 bytes, in memory and in the vector."""
+    return not any(each % 4 for each in [*places, *accumulate(sizes[:-1])])
+
+
+def scatter(
+    mean: Tensor, places: Sequence[int], sizes: Sequence[int], flag: Tensor, first: Tensor, rows: Rows | None
+) -> None:
+    """Copy a vector's parts to where the gradients are, and add a flag.
+
+    Args:
+        mean: float32 ``[numel]``.
+        places: of each gradient, its distance in elements from ``first``.
+        sizes: of each gradient, its elements.
+        flag: float32 scalar.
+        first: the gradient at the lowest address, of any floating-point dtype.
+        rows: some of the gradients' rows are zeroed; or None.
+    """
+    cut = (0,) * len(sizes), (0,) * len(sizes)
+    tiles = _tiles(tuple(places), tuple(sizes), *((rows.firsts, rows.counts) if rows else cut), mean.device)
+    if len(tiles):
+        used = rows.used if rows else mean
+        constants = rows is not None, _aligned(tuple(places), tuple(sizes)), _TILE
+        _scatter[(len(tiles),)](mean, tiles, flag, used, first, *constants, **OPTIONS)
+
+
+@lru_cache(maxsize=4096)
+def _tiles(
+    places: tuple[int, ...],
+    sizes: tuple[int, ...],
+    first: tuple[int, ...],
+    count: tuple[int, ...],
+    device: torch.device,
+) -> Tensor:
+    """Return int64 ``[tiles, 6]``: place, start in the vector, elements, those before it, first row, width of a row."""
+    found, start = [], 0
+    for place, size, row, rows in zip(places, sizes, first, count, strict=True):
+        for at in range(0, size, _TILE):
+            found.append((place + at, start + at, min(size - at, _TILE), at, row, size // max(1, rows) if rows else 0))
+        start += size
+    return torch.tensor(found, dtype=torch.int64).view(-1, 6).to(device)
 
 
 def clean(numbers: Tensor, limit: float, flag: Tensor) -> None:
@@ -58,11 +102,34 @@ def add_flag(flag: Tensor, target: Tensor) -> None:
 
 
 @kernel
-def _gather(first, rows, codes, out, limit, flag, CODED: tl.constexpr, TILE: tl.constexpr):
+def _gather(
+    first, rows, codes, out, limit, flag, CODED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 6
+    if tl.load(row + 2) == TILE:
+        _gather_tile(first, row, codes, out, limit, flag, CODED, ALIGNED, TILE, True)
+    else:
+        _gather_tile(first, row, codes, out, limit, flag, CODED, ALIGNED, TILE, False)
+
+
+@triton.jit
+def _place(row, ALIGNED: tl.constexpr):
+    """Return a row's place in memory and in the vector; if they are multiples of 4, so that the compiler knows."""
+    place, start = tl.load(row), tl.load(row + 1)
+    if ALIGNED:
+        place, start = place // 4 * 4, start // 4 * 4
+    return place, start
+
+
+@triton.jit
+def _gather_tile(
+    first, row, codes, out, limit, flag,
+    CODED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    place, start = _place(row, ALIGNED)
     at = tl.arange(0, TILE)
     inside = at < tl.load(row + 2)
-    values = tl.load(first + tl.load(row) + at, mask=inside, other=0.0).to(tl.float32)
+    values = read(first + place, at, inside, WHOLE).to(tl.float32)
     finite, sound = _check(values, limit)
     if sound == 0:
         tl.store(flag, float("nan"))
@@ -70,16 +137,35 @@ def _gather(first, rows, codes, out, limit, flag, CODED: tl.constexpr, TILE: tl.
     if CODED:  # noqa: SIM102  # known when the kernel is compiled
         if tl.load(row + 5) == _AVERAGE:
             values += decoded(codes, tl.load(row + 3), tl.load(row + 4), at, inside)
-    tl.store(out + tl.load(row + 1) + at, values, mask=inside)
+    write(out + start, at, values, inside, WHOLE)
 
 
 @kernel
-def _scatter(mean, rows, flag, first, TILE: tl.constexpr):
-    row = rows + tl.program_id(0).to(tl.int64) * 6
+def _scatter(
+    mean, tiles, flag, used, first, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    tile = tiles + tl.program_id(0).to(tl.int64) * 6
+    if tl.load(tile + 2) == TILE:
+        _scatter_tile(mean, tile, flag, used, first, ROWS, ALIGNED, TILE, True)
+    else:
+        _scatter_tile(mean, tile, flag, used, first, ROWS, ALIGNED, TILE, False)
+
+
+@triton.jit
+def _scatter_tile(
+    mean, tile, flag, used, first,
+    ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    place, start = _place(tile, ALIGNED)
     at = tl.arange(0, TILE)
-    inside = at < tl.load(row + 2)
-    values = tl.load(mean + tl.load(row + 1) + at, mask=inside, other=0.0) + tl.load(flag)
-    tl.store(first + tl.load(row) + at, values.to(first.dtype.element_ty), mask=inside)
+    inside = at < tl.load(tile + 2)
+    values = read(mean + start, at, inside, WHOLE)
+    if ROWS:
+        width = tl.load(tile + 5)
+        row = tl.load(tile + 4) + (tl.load(tile + 3) + at) // tl.maximum(width, 1)
+        values = tl.where(tl.load(used + row, mask=inside & (width > 0), other=1) != 0, values, 0.0)
+    values += tl.load(flag)
+    write(first + place, at, values.to(first.dtype.element_ty), inside, WHOLE)
 
 
 @triton.jit

@@ -120,6 +120,7 @@ class Group:
         stages: list[Stage] = []
         embeddings = settings.rules.of_kind("embedding")
         looking = plan_unused(self._sections, self._segments, embeddings, self.states, world, unused)
+        self._marks = looking.marks if looking else None
         self._keeps = looking is not None and bool(looking.kept)
         if looking and self._keeps:
             stages.append(KeptStates(looking))
@@ -149,7 +150,7 @@ class Group:
         return [*stages, looking] if looking else stages
 
     def _plan_exchange(self) -> ExchangePlan:
-        fed = [self.settings.fed(each) for each in self._sections]
+        fed = [replace(self.settings.fed(each), marks=self._marks) for each in self._sections]
         fed = [replace(each, fed_back=True) for each in fed] if self._corrects else fed
         return composite.plan_group(fed, self.settings.exchange, self._world, self.states)
 
@@ -245,7 +246,7 @@ class Group:
         limit = min(limit, kernels.LARGEST) if self.states else limit
         dense = [slice(0, self.layout.numel)] if plan is self._dense else plan.dense_spans
         scale = scale if self._unscales else None
-        return Vector(pieces, step, scale, draws, left_out, limit, dense, plan.in_place, *self._kernels)
+        return Vector(pieces, step, scale, draws, left_out, limit, dense, plan.in_place, plan.marked, *self._kernels)
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:
         """Average gradients in their own memory and return the flag; return None if more has to be done."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives import Collective
-from lightning_compress.core.vector import side_by_side
+from lightning_compress.core.vector import adjacent
 
 
 def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Tensor:
@@ -22,7 +22,7 @@ def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Ten
     Returns:
         float32 scalar: 0.0, or NaN if a mean is not finite; the same on all ranks.
     """
-    flat = side_by_side(gradients)
+    flat = adjacent(gradients)
     whole = flat.whole() if flat else torch.cat(list(gradients))
     collective.all_reduce(whole.div_(collective.size))
     if flat is None:
@@ -33,6 +33,6 @@ def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Ten
 
 def extremes(gradients: Sequence[Tensor]) -> Tensor:
     """Return the minimum and maximum of each gradient, or of all together; NaN if one is NaN."""
-    if not gradients[0].is_cpu and (flat := side_by_side(gradients)):  # a launch costs more than a pass
+    if not gradients[0].is_cpu and (flat := adjacent(gradients)):  # a launch costs more than a pass
         gradients = [flat.whole()]
     return torch.cat([torch.stack(torch.aminmax(each)) for each in gradients])

@@ -2,8 +2,9 @@
 
 A codec whose blocks cross the borders of parameters turns zeros into small numbers. And DistributedDataParallel
 discards the mean of a parameter that no rank used, and with it what was sent of its residual. Both are undone here,
-once all ranks know which parameters no rank used. To find out, an all-reduce runs in parallel with the exchange. It
-sends one byte per parameter, and one per row of an embedding whose zeros would not stay zeros.
+once all ranks know which parameters no rank used. To find out, messages have a bit per parameter, and one per row of an
+embedding whose zeros would not stay zeros. Where no message reaches all ranks as it was sent, because ranks sum them on
+the way, an all-reduce of a byte each runs in parallel with the exchange.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from lightning_compress import kernels
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Segment
 from lightning_compress.core.state import State
-from lightning_compress.core.vector import Stage, Vector
+from lightning_compress.core.vector import Rows, Stage, Vector, adjacent
 from lightning_compress.exchanges.composite import EXCHANGE
+from lightning_compress.exchanges.head import Marks
 from lightning_compress.exchanges.message import Section
 
 
@@ -64,11 +66,23 @@ class Unused(Stage):
         self._bases: list[tuple[State, Tensor]] = []
         self._owned = [state for name, state in states.items() if name.startswith(f"{EXCHANGE}.")]
         self._collective = world.collective
-        self._mask = torch.ones(sum(block.rows for block in [*kept, *mixed]), dtype=torch.uint8, device=world.device)
-        self._parts = self._mask.split([block.rows for block in [*kept, *mixed]])
-        self.kept_parts, self._mixed_parts = self._parts[: len(kept)], self._parts[len(kept) :]
-        self._earlier: list[tuple[Block, Tensor, Tensor]] = []  # means of an earlier pass
+        rows: dict[str, list[tuple[int, int]]] = {}
+        sizes = [block.rows for block in [*kept, *mixed]]
+        for block, first in zip([*kept, *mixed], accumulate(sizes, initial=0), strict=False):
+            rows.setdefault(block.segment.name, []).append((first, block.rows))
+        masks = torch.zeros(2, sum(sizes), dtype=torch.uint8, device=world.device)
+        self.marks = Marks(rows, *masks)
+        self._kept_rows = sum(sizes[: len(kept)])
+        self._earlier: list[tuple[Block, Tensor]] = []  # means of an earlier pass
         self._wait: Callable[[], object] = lambda: None
+
+    def _masks(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts of a mask for kept and for mixed blocks."""
+        return mask[: self._kept_rows], mask[self._kept_rows :]
+
+    def _found(self, vector: Vector) -> Tensor:
+        """Return where rows of this rank are marked; all ranks' rows are added to it, or the exchange sends it."""
+        return self.marks.own if vector.marked else self.marks.any_rank
 
     def remember(self, vector: Vector) -> None:
         """Remember the states before they change."""
@@ -78,29 +92,39 @@ class Unused(Stage):
             ]
 
     def before(self, vector: Vector) -> None:
-        """Start the all-reduce that tells other ranks what is used on this one."""
+        """Find what is used on this rank, and tell other ranks."""
         if not self._looks(vector):
             return
-        self._find_kept(vector)
+        kept, mixed = self._masks(self._found(vector))
+        self._find_kept(kept, vector)
         self._earlier = []
-        for block, part in zip(self.kept, self.kept_parts, strict=True) if vector.left_out else ():
+        for block, part in zip(self.kept, _split(kept, self.kept), strict=True) if vector.left_out else ():
             if block.segment.name in vector.left_out:  # the mean of an earlier pass, which stays if no rank has more
                 part.zero_()
                 mean = vector.pieces[block.number].float()
-                self._earlier.append((block, part, mean.clone() if vector.scale is None else mean / vector.scale))
-        self._find(self._mixed, self._mixed_parts, vector.summands or (vector.made(),))
-        self._wait = self._collective.begin("all_reduce", self._mask, "max")
+                self._earlier.append((block, mean.clone() if vector.scale is None else mean / vector.scale))
+        self._find(self._mixed, mixed, vector.summands or (vector.made(),), vector)
+        self._share(vector)
+
+    def _share(self, vector: Vector) -> None:
+        """Tell other ranks what is used on this one, unless the exchange does."""
+        if vector.marked:
+            self.marks.any_rank.copy_(self.marks.own)
+            self._wait = lambda: None
+        else:
+            self._wait = self._collective.begin("all_reduce", self.marks.any_rank, "max")
 
     def after(self, vector: Vector) -> None:
         """Zero the means of what no rank uses, or keep earlier ones, and zero what encoding made of zeros."""
         if not self._looks(vector):
             return
         self._wait()
-        self._clear(self.kept, self.kept_parts, vector, mixed=False)
-        self._clear(self._mixed, self._mixed_parts, vector, mixed=True)
-        for block, part, earlier in self._earlier:
-            mean = vector.means[block.number]
-            mean.copy_(torch.where(part == 0, earlier, mean))
+        kept, mixed = self._masks(self.marks.any_rank)
+        self._clear(self.kept, kept, vector, mixed=False)
+        self._clear(self._mixed, mixed, vector, mixed=True)
+        for block, earlier in self._earlier:
+            mean, used = vector.means[block.number], kept[self.kept.index(block)]
+            mean.copy_(torch.where(used == 0, earlier, mean))
         self._earlier = []
 
     def restore(self) -> None:
@@ -109,9 +133,9 @@ class Unused(Stage):
             self._restore(state, base)
         self._bases = []
 
-    def _find_kept(self, vector: Vector) -> None:
+    def _find_kept(self, mask: Tensor, vector: Vector) -> None:
         """Record which parameters have a gradient on this rank, from the gradients before any stage."""
-        for block, part in zip(self.kept, self.kept_parts, strict=True):
+        for block, part in zip(self.kept, _split(mask, self.kept), strict=True):
             piece = vector.pieces[block.number]
             if part.device.type == "cpu":  # the first element is mostly nonzero
                 part.fill_(vector.sound or bool(piece[0] != 0) or bool(piece.any()))
@@ -122,26 +146,27 @@ class Unused(Stage):
         """Whether there is something to check; not if some ranks may average in place, for then none may check."""
         return bool(self.kept) or not vector.in_place
 
-    def _find(self, blocks: Sequence[Block], parts: Sequence[Tensor], summands: Sequence[Tensor]) -> None:
+    def _find(self, blocks: Sequence[Block], mask: Tensor, summands: Sequence[Tensor], vector: Vector) -> None:
         """Write 0 where all summands are zero, and 1 elsewhere."""
-        for block, part in zip(blocks, parts, strict=True):
+        for block, part in zip(blocks, _split(mask, blocks), strict=True):
             terms = [block.of(summand) for summand in summands]
             if block.rows > 1 or part.device.type != "cpu":
                 part.copy_(torch.stack([(rows.amax(1) != 0) | (rows.amin(1) != 0) for rows in terms]).any(0))
             else:  # the first element is mostly nonzero
                 part.fill_(any(bool(rows[0, 0] != 0) or bool(rows.any()) for rows in terms))
 
-    def _clear(self, blocks: Sequence[Block], parts: Sequence[Tensor], vector: Vector, mixed: bool) -> None:
+    def _clear(self, blocks: Sequence[Block], mask: Tensor, vector: Vector, mixed: bool) -> None:
         """Zero the means of what no rank uses.
 
         Args:
             blocks: to check.
-            parts: of each block, 0 where a row is unused.
+            mask: of all their rows, 0 where one is unused.
             vector: its means are changed.
             mixed: also zero these rows in what was not sent, and restore the owners' states.
         """
-        for block, part, unused in _unused(blocks, parts):
-            targets = [vector.means[block.number].view(block.rows, -1), *([block.of(vector.made())] if mixed else [])]
+        for block, part, unused in _unused(blocks, mask):
+            targets = [vector.means[block.number].view(block.rows, -1)]
+            targets += [block.of(vector.made())] * (mixed and bool(self._states))
             for rows in targets:
                 if unused is None:
                     rows.masked_fill_((part == 0).unsqueeze(1), 0.0)
@@ -157,17 +182,21 @@ class Unused(Stage):
 
     def _restore(self, state: State, base: Tensor) -> None:
         places = {segment.name: segment.span for segment in state.layout.segments}
-        for block, part, _ in _unused(self.kept, self.kept_parts):
+        for block, part, _ in _unused(self.kept, self._masks(self.marks.any_rank)[0]):
             if place := places.get(block.segment.name):
                 state.pending[place] = torch.where(part == 0, base[place], state.pending[place])
 
 
-def _unused(blocks: Sequence[Block], parts: Sequence[Tensor]) -> Iterator[tuple[Block, Tensor, Tensor | None]]:
+def _split(mask: Tensor, blocks: Sequence[Block]) -> Sequence[Tensor]:
+    return mask.split([block.rows for block in blocks]) if blocks else ()
+
+
+def _unused(blocks: Sequence[Block], mask: Tensor) -> Iterator[tuple[Block, Tensor, Tensor | None]]:
     """Yield each block with unused rows, and their indices.
 
     On an accelerator, yield all blocks and None, so as not to wait for the device.
     """
-    for block, part in zip(blocks, parts, strict=True):
+    for block, part in zip(blocks, _split(mask, blocks), strict=True):
         if part.device.type != "cpu":
             yield block, part, None
         elif len(rows := (part == 0).nonzero().flatten()):
@@ -204,30 +233,45 @@ class FusedUnused(Unused):
         ]
         return self._kernel.table(rows, self._device)  # type: ignore[no-any-return]
 
-    def _masks(self, blocks: Sequence[Block]) -> Tensor:
-        count = sum(block.rows for block in self.kept)
-        return self._mask[:count] if blocks is self.kept else self._mask[count:]
+    def _rows(self, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return for each piece the index of its first row among the mixed blocks' rows, and how many it has."""
+        rows, first = [(0, 0)] * pieces, 0
+        for block in self._mixed:
+            rows[block.number] = first, block.rows
+            first += block.rows
+        firsts, counts = zip(*rows, strict=True)
+        return firsts, counts
 
     def remember(self, vector: Vector) -> None:
         """Remember the states, and check the gradients: a correction would change the vector that the kernel reads."""
         super().remember(vector)
         if self.kept:
-            self._find(self.kept, self.kept_parts, (vector.whole(),))
+            self._find(self.kept, self._masks(self._found(vector))[0], (vector.whole(),), vector)
 
-    def _find_kept(self, vector: Vector) -> None:
+    def _find_kept(self, mask: Tensor, vector: Vector) -> None:
         """Skip: ``remember`` did it."""
 
-    def _find(self, blocks: Sequence[Block], parts: Sequence[Tensor], summands: Sequence[Tensor]) -> None:
-        self._kernel.find_used(self._tables[id(blocks)], self._masks(blocks).zero_(), *summands)
+    def _find(self, blocks: Sequence[Block], mask: Tensor, summands: Sequence[Tensor], vector: Vector) -> None:
+        if not vector.marked:  # else the exchange left zeros; see ``Marks``
+            mask.zero_()
+        self._kernel.find_used(self._tables[id(blocks)], mask, *summands)
 
-    def _clear(self, blocks: Sequence[Block], parts: Sequence[Tensor], vector: Vector, mixed: bool) -> None:
+    def _share(self, vector: Vector) -> None:
+        if not vector.marked:
+            super()._share(vector)
+
+    def _clear(self, blocks: Sequence[Block], mask: Tensor, vector: Vector, mixed: bool) -> None:
         if vector.mean is None:  # in Triton's interpreter, on a CPU
-            super()._clear(blocks, parts, vector, mixed)
+            super()._clear(blocks, mask, vector, mixed)
             return
-        table, used = self._tables[id(blocks)], self._masks(blocks)
-        self._kernel.zero_unused(table, used, *((vector.mean, vector.made()) if mixed else (vector.mean,)))
+        table = self._tables[id(blocks)]
+        if mixed and not self._states and vector.fused and adjacent(vector.pieces):  # then none is kept
+            vector.rows = Rows(*self._rows(len(vector.pieces)), mask)
+            return
+        targets = (vector.mean, vector.made()) if mixed and self._states else (vector.mean,)
+        self._kernel.zero_unused(table, mask, *targets)
         for state in self._stale() if mixed else ():
-            self._kernel.restore_unused(table, used, state.pending, state.committed)
+            self._kernel.restore_unused(table, mask, state.pending, state.committed)
 
     def _restore(self, state: State, base: Tensor) -> None:
         if id(state) not in self._places:
@@ -236,7 +280,8 @@ class FusedUnused(Unused):
                 (numbers[each.name], each.offset, each.end) for each in state.layout.segments if each.name in numbers
             ]
             self._places[id(state)] = self._kernel.table(rows, self._device)
-        self._kernel.restore_unused(self._places[id(state)], self._masks(self.kept), state.pending, base)
+        mask, _ = self._masks(self.marks.any_rank)
+        self._kernel.restore_unused(self._places[id(state)], mask, state.pending, base)
 
 
 class KeptStates(Stage):

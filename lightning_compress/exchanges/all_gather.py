@@ -29,11 +29,13 @@ class AllGather(Exchange):
 
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
-        whole = MessagePlan(sections, world.device, world.meter)
+        whole = MessagePlan(sections, world.device, world.meter, marked=True)
         count = 1 if whole.variable or whole.in_pieces else part_count(sections, whole.size, world)
         cut = parts_of(sections, count)
-        parts = [whole] if count == 1 else [MessagePlan(part, world.device, world.meter) for part in cut]
-        return _Plan(parts, world.collective, world.device)
+        parts = [whole] if count == 1 else [MessagePlan(part, world.device, world.meter, marked=True) for part in cut]
+        plan = _Plan(parts, world.collective, world.device)
+        plan.marked = all(section.marks for section in sections)
+        return plan
 
 
 class _Plan(ExchangePlan):
@@ -64,8 +66,7 @@ class _Plan(ExchangePlan):
             width = longest(used, plan.size, self._collective, vector.device) if plan.variable else plan.size
             messages = all_messages.all.view(-1)[: size * width].view(size, width)
             begun.append((messages, self._collective.begin("all_gather", message[:width], messages)))
-        for number, ((plan, _, _), (messages, wait)) in enumerate(zip(self._parts, begun, strict=True)):
+        for (plan, _, _), (messages, wait) in zip(self._parts, begun, strict=True):
             wait()
-            flags = plan.flags(messages)
-            flag.add_(flags) if number else flag.copy_(flags)
+            plan.head.read(messages, flag)
             plan.decode(messages, out, 1 / size, accumulate=False)

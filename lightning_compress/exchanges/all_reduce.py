@@ -101,7 +101,7 @@ class _Plan(ExchangePlan):
         for (plan, message, _), begun in zip(self._parts, waits, strict=True):
             for wait in begun:
                 wait()
-            flag.add_(plan.flags(message))
+            plan.head.read(message, flag)
             plan.decode(message, out, 1 / size, accumulate=False)
 
 

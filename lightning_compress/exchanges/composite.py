@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ def plan_group(sections: Sequence[Section], exchange: Pattern, world: World, sta
     messages = codec_sections(sections)
     if len(messages) == len(sections):
         return exchange.plan(messages, world, states_of(EXCHANGE, states))
+    messages = [replace(each, marks=None) for each in messages]  # reducers send none
     carries = all(isinstance(section.codec, Dense) for section in messages)
     carried = 1 + sum(section.layout.numel for section in messages) if carries else 0
     plans: list[tuple[slice, ReducerPlan]] = []
@@ -107,6 +109,7 @@ class CompositePlan(ExchangePlan):
         self.cost = sum((plan.cost.scaled(share) for plan, share in zip(plans, shares, strict=True)), Cost())
         self.description = description or ", ".join(plan.description for plan in plans)
         self.dense_spans = [span for plan in plans for span in plan.dense_spans]
+        self.marked = all(plan.marked for plan in plans)
 
     @property
     def compared(self) -> Cost:

@@ -24,7 +24,8 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.workspace import scratch
-from lightning_compress.exchanges.message import LENGTH, MessagePlan, Out, Section
+from lightning_compress.exchanges.head import LENGTH
+from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.kernels import Summands
 
 META = torch.device("meta")
@@ -116,6 +117,7 @@ class ExchangePlan:
         dense_spans: slices of the vector that travel as float32.
         in_place: nothing is encoded, so that ``mean`` accepts the list of gradients as both ``vector`` and ``out``.
         in_pieces: ``mean`` writes into several tensors without an intermediate vector.
+        marked: the sections' marks travel with the messages.
     """
 
     cost: Cost
@@ -124,6 +126,7 @@ class ExchangePlan:
     dense_spans: Sequence[slice] = ()
     in_place: bool = False
     in_pieces: bool = False
+    marked: bool = False
 
     @property
     def compared(self) -> Cost:

@@ -1,15 +1,14 @@
 """One message per group: a header, then one section per codec.
 
-    | header: flag, lengths | padding to 16 bytes | section | padding to 16 bytes | section | ...
+    | head: flag, lengths, bits | section | padding to 16 bytes | section | ...
 
-The flag is 0.0, or NaN on a rank with a non-finite gradient; it is summed with the first section's dtype. It is
-infinite on a rank that could not read a message it received. If the length of any section varies, the header holds the
-lengths of all sections as int64, and each section begins where the previous one ends.
+See ``head.py`` for the head. If the length of any section varies, it holds the lengths of all sections, and each
+section begins where the previous one ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -24,13 +23,11 @@ from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.workspace import scratch
+from lightning_compress.exchanges.head import LENGTH, LENGTHS, Head, Marks
 from lightning_compress.kernels import Summands
 
 Out = Tensor | Sequence[Tensor]
 """Where a mean goes: float32 ``[numel]``, or one tensor per non-empty segment."""
-LENGTHS, LENGTH = 8, 8
-"""The offset of the section lengths in a message, and the bytes of each length."""
-
 PRECISE = Rotated(bits=4)
 """Encodes sums of coarse biased methods where no residual corrects the error. It is unbiased, with a tenth of the noise
 of signs."""
@@ -50,6 +47,7 @@ class Section:
         precise: encode sums with ``PRECISE`` if that has more bits, because the section's own method is biased and
             would need a residual.
         unit: cut shards at multiples of this many elements; None: at the codec's blocks.
+        marks: what ranks tell each other of unused parameters, where an exchange sends it with its messages.
     """
 
     method: Method
@@ -59,6 +57,7 @@ class Section:
     number: int = 0
     precise: bool = False
     unit: int | None = None
+    marks: Marks | None = None
 
     @property
     def codec(self) -> Codec:
@@ -118,6 +117,7 @@ class MessagePlan:
         device: where vectors and messages are.
         meter: records encoding and decoding time.
         summands: how many messages are summed in the message's own dtype.
+        marked: the sections' marks travel in the head.
 
     Attributes:
         size: bytes of a message; the maximum if lengths vary.
@@ -128,9 +128,17 @@ class MessagePlan:
         sum_runs: which bytes to sum, and in which dtype; None if a section cannot be summed.
     """
 
-    def __init__(self, sections: Sequence[Section], device: torch.device, meter: Meter, summands: int = 1) -> None:
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        device: torch.device,
+        meter: Meter,
+        summands: int = 1,
+        marked: bool = False,
+    ) -> None:
         self._meter = meter
-        sections = [section for section in sections if section.layout.numel]
+        numbers = [number for number, section in enumerate(sections) if section.layout.numel]
+        sections = [sections[number] for number in numbers]
         plans = [section.codec.plan(section.layout, device, summands) for section in sections]
         self._parts = [(section.span, plan) for section, plan in zip(sections, plans, strict=True)]
         self._sharing = [(number, plan) for number, plan in enumerate(plans) if type(plan).share is not Plan.share]
@@ -138,14 +146,18 @@ class MessagePlan:
         self.correlated = any(self._correlated)
         self._fed_back = [section.fed_back for section in sections]
         self.variable = any(plan.variable for plan in plans)
-        self._header = aligned(LENGTHS + LENGTH * len(plans)) if self.variable else ALIGNMENT
+        marks = next((each.marks for each in sections), None) if marked else None
+        rows = marks.of([each for section in sections for each in section.layout.segments]) if marks else ()
+        sums = {section.codec.sum_dtype for section in sections}
+        self._flag_dtype = (sections[0].codec.sum_dtype if sections and None not in sums else None) or torch.float32
+        self.head = Head(len(plans) * self.variable, self._flag_dtype, device, marks, rows)
+        self._header = self.head.size
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
         self.in_pieces = not self.variable and any(plan.in_pieces for plan in plans)
         self._ends = [self._header + end for end in accumulate(aligned(plan.message_size) for plan in plans)]
-        self._device = device
+        self._device, self._numbers = device, numbers
         self.sum_runs = self._find_sum_runs([section.codec.sum_dtype for section in sections])
-        self._flag_dtype = self.sum_runs[0].dtype if self.sum_runs else torch.float32
 
     def _find_sum_runs(self, dtypes: Sequence[torch.dtype | None]) -> tuple[SumRun, ...] | None:
         runs: list[SumRun] = []
@@ -160,6 +172,23 @@ class MessagePlan:
                 runs.append(SumRun(dtype, start if runs else 0, end))
             start = end
         return tuple(runs) or (SumRun(torch.float32, 0, ALIGNMENT),)
+
+    @property
+    def parts(self) -> Iterator[tuple[int, slice, Plan, int, bool]]:
+        """Yield what is known of each section that is not empty, unless lengths vary.
+
+        Yields:
+            its place among all that were given, its slice of the vector, its plan, its first byte in a message, and
+            whether what encoding leaves is kept.
+        """
+        spans, plans = zip(*self._parts, strict=True) if self._parts else ((), ())
+        firsts = [self._header, *self._ends][: len(plans)]
+        yield from zip(self._numbers, spans, plans, firsts, self._fed_back, strict=True)
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether ``share`` or ``correlate`` has an effect."""
+        return self.correlated or bool(self._sharing)
 
     @property
     def spans(self) -> list[slice]:
@@ -216,7 +245,7 @@ class MessagePlan:
         original = vector.clone() if self._meter.sampling and not all(keeps) else None
         starts, end = [], self._header
         with self._meter.encode:
-            message[:ALIGNMENT].view(self._flag_dtype)[:1].copy_(flag)
+            self.head.write(message, flag)
             for number, (span, plan) in enumerate(self._parts):
                 part, section_key = message[end : end + plan.message_size], _section_key(key, number)
                 added = summands and (summands[0][span], summands[1][span])
@@ -296,22 +325,12 @@ class MessagePlan:
             ends.append(end)
         return ends
 
-    def flags(self, messages: Tensor) -> Tensor:
-        """Return the sum of the flags of ``messages``, uint8 ``[M, size]``: scalar, 0.0 or NaN for any bytes."""
-        return self._flags(messages).sum() * 0.0
-
     def reports_error(self, message: Tensor) -> bool:
         """Return whether ``message``, uint8 ``[size]``, comes from a rank that could not read what it received.
 
         Waits for the device.
         """
-        return bool(self._flags(message[None]).isinf())
-
-    def _flags(self, messages: Tensor) -> Tensor:
-        size = self._flag_dtype.itemsize
-        if messages.stride(0) % size or messages.storage_offset() % size:
-            messages = messages[:, :ALIGNMENT].contiguous()
-        return messages[:, :ALIGNMENT].view(self._flag_dtype)[:, 0].float()
+        return bool(self.head.flags(message[None]).isinf())
 
     def zero_nonfinite(self, vector: Tensor, flag: Tensor) -> None:
         """Apply ``zero_nonfinite`` to each section of a vector of sums."""

@@ -114,10 +114,10 @@ class Between(Exchange):
 
 
 def side_by_side(sections: Sequence[Section]) -> list[Section]:
-    """Return the sections as they lie in a vector that contains nothing else."""
+    """Return the sections as they lie in a vector that contains nothing else, and of which nothing is marked."""
     moved, start = [], 0
     for section in sections:
-        moved.append(replace(section, start=start))
+        moved.append(replace(section, start=start, marks=None))
         start += section.layout.numel
     return moved
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import World
 from lightning_compress.collectives.collective import Wait
@@ -34,6 +36,7 @@ from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
 from lightning_compress.exchanges.parts import part_count, parts_of
 from lightning_compress.exchanges.remote_error import DeferredError
+from lightning_compress.exchanges.shards import ShardMessages
 from lightning_compress.kernels import Summands
 
 
@@ -105,7 +108,9 @@ class TwoShot(Exchange):
         if count > 1 and not step and not parts[0].variable:
             cut = [parts_of(shard, count) for shard in shards]
             parts = [_Part(part, self.sums, world, None) for part in zip(*cut, strict=True)]
-        return _Plan(parts, world)
+        plan = _Plan(parts, world)
+        plan.marked = all(section.marks for section in sections)
+        return plan
 
 
 class _Plan(ExchangePlan):
@@ -123,7 +128,7 @@ class _Plan(ExchangePlan):
             decodes=2.0 - 1 / size,  # own shard from all others, then all shards
             sum_encodes=1 / size,
             sum_decodes=1.0,
-            calls=len(parts) * (2 * size + 2),
+            calls=sum(part.calls for part in parts),
             parts=len(parts),
         )
         self.sum_ranks = 1 if parts[0].same else size
@@ -163,15 +168,16 @@ class _Part:
         variable: messages vary in length.
         expected: expected bytes of both messages.
         lengths: the cost of agreeing on their lengths.
+        calls: how often it calls codecs.
     """
 
     def __init__(self, shards: Sequence[Sequence[Section]], sums: Sums, world: World, step: OwnerStep | None) -> None:
         self._collective, device, meter = world
         size, self._step = self._collective.size, step
-        self._shards = [MessagePlan(shard, device, meter) for shard in shards]
+        self._shards = [MessagePlan(shard, device, meter, marked=True) for shard in shards]
         finer = [sections_of_sums(shard, size, sums) for shard in shards]
         self.same = all(list(shard) == each for shard, each in zip(shards, finer, strict=True))
-        self._sums = self._shards if self.same else [MessagePlan(shard, device, meter) for shard in finer]
+        self._sums = self._shards if self.same else [MessagePlan(shard, device, meter, marked=True) for shard in finer]
         self.own = self._shards[self._collective.rank]
         self._correlated = any(plan.correlated for plan in self._shards)
         both = self._shards, self._sums
@@ -185,10 +191,16 @@ class _Part:
         self._receive = Messages(size, max(width, sum_width), device)
         self._sum = Messages(1, sum_width, device)
         self._received = torch.empty(0, dtype=torch.float32)
+        self._fused = _Launches.of(self._shards, self._sums, shards[self._collective.rank], world)
+        self.calls = 4 if self._fused else 2 * size + 2
 
     def send(self, vector: Tensor, key: int, flag: Tensor, summands: Summands) -> Wait:
         """Send every owner its shard of the vector."""
         rank, size = self._collective.rank, self._collective.size
+        if self._fused:
+            self._fused.encode(self._send.all, self._sum.all[0], vector, key, flag, summands)
+            self._received = self._rows(self._widest.size)
+            return self._collective.begin("all_to_all", self._send.all, self._received)
         used = 0
         places = permutation(key, size) if self._correlated else []
         for peer, shard in enumerate(self._shards):
@@ -206,11 +218,20 @@ class _Part:
     def send_sum(self, vector: Tensor, key: int, flag: Tensor, error: DeferredError) -> Wait:
         """Add what arrived to the own shard of the vector, and send the sum to all."""
         rank, own, received = self._collective.rank, self.own, self._received
+        if self._fused:
+            self._fused.add(received, self._sum.all[0], vector, flag)
+            if self._step:
+                self._step.before(vector)
+            self._fused.encode_sum(vector, self._sum.all, key, keep=self._step is not None)
+            if self._step:
+                self._step.after(vector)
+            self._received = self._rows(self._widest_sum.size)
+            return self._collective.begin("all_gather", self._sum.all[0], self._received)
         for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
             if len(others):
                 with error.deferred():
                     own.decode(others, vector, 1.0, accumulate=True)
-                flag.add_(own.flags(others))
+                own.head.read(others, flag, sums=True)
         own.zero_nonfinite(vector, flag)
         error.mark(flag)
         if self._step:
@@ -227,10 +248,13 @@ class _Part:
     def read_sums(self, out: Out, flag: Tensor) -> None:
         """Decode every shard's sum."""
         weight = 1.0 if self._step else 1 / self._collective.size
+        if self._fused and isinstance(out, Tensor):
+            self._fused.read(self._received, out, weight, flag)
+            return
         for peer, shard in enumerate(self._sums):
             message = self._received[peer : peer + 1, : shard.size]
             shard.decode(message, out, weight, accumulate=False)
-            flag.add_(shard.flags(message))
+            shard.head.read(message, flag)
 
     def check(self, flag: Tensor, error: DeferredError) -> None:
         """Raise ValueError if an owner could not read what it received."""
@@ -248,3 +272,76 @@ class _Part:
         """Return room for one message of ``width`` bytes per rank."""
         size = self._collective.size
         return self._receive.all.view(-1)[: size * width].view(size, width)
+
+
+class _Launches:
+    """What a part starts on a GPU: for any number of ranks as many kernels.
+
+    Args:
+        kernel: ``head_triton.py``.
+        plans: of each shard's message, and of each sum's.
+        own: the sections of this rank's shard.
+        world: the ranks.
+        messages: what is encoded for others, added to the own shard, sent as its sum, and decoded at last.
+    """
+
+    def __init__(
+        self,
+        kernel: ModuleType,
+        plans: Sequence[MessagePlan],
+        own: Sequence[Section],
+        world: World,
+        messages: Sequence[ShardMessages],
+    ) -> None:
+        self._kernel, self._rank = kernel, world.collective.rank
+        self._to_owners, self._added, self._own_sum, self._sums = messages
+        heads = [plan.head for plan in plans]
+        self._rows, self._masks = kernel.bits_of(heads, world.device), heads[0].masks
+        tiles = [
+            (start, min(kernel.SUMS, section.stop - start))
+            for section in own
+            for start in range(section.start, section.stop, kernel.SUMS)
+        ]
+        self._tiles = torch.tensor(tiles, dtype=torch.int64).view(-1, 2).to(world.device)
+
+    @classmethod
+    def of(
+        cls, shards: Sequence[MessagePlan], sums: Sequence[MessagePlan], own: Sequence[Section], world: World
+    ) -> _Launches | None:
+        """Return None if a codec, or the device, has no kernels for that."""
+        (rank, size), device, meter = (world.collective.rank, world.collective.size), world.device, world.meter
+        kernel = kernels.backend(f"{__package__}.head", device, "triton")
+        if not kernel or any(plan.head.dtype != torch.float32 for plan in [*shards, *sums]):
+            return None
+        width, sum_width = (max(plan.size for plan in plans) for plans in (shards, sums))
+        given = (
+            [(peer, plan, peer * width) for peer, plan in enumerate(shards) if peer != rank],
+            [(rank, shards[rank], 0)],
+            [(size, sums[rank], 0)],
+            [(peer, plan, peer * sum_width) for peer, plan in enumerate(sums)],
+        )
+        planned = [ShardMessages.of(each, device, meter) for each in given]
+        messages = [each for each in planned if each]
+        return cls(kernel, shards, own, world, messages) if len(messages) == len(planned) else None
+
+    def encode(
+        self, messages: Tensor, own_sum: Tensor, vector: Tensor, key: int, flag: Tensor, summands: Summands
+    ) -> None:
+        """Encode all shards but the own one."""
+        self._kernel.write_all(messages, own_sum, flag, self._masks[0], self._rows, self._rank)
+        self._to_owners.encode(vector, messages, mix(key, self._rank), False, summands)
+
+    def add(self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor) -> None:
+        """Add what arrived to the own shard."""
+        self._added.decode(received, vector, 1.0, accumulate=True, skip=self._rank)
+        tiles = vector, self._tiles
+        self._kernel.fold(received, own_sum, flag, self._masks, self._rows, self._rank, *tiles)
+
+    def encode_sum(self, vector: Tensor, own_sum: Tensor, key: int, keep: bool) -> None:
+        """Encode the sum of the own shard."""
+        self._own_sum.encode(vector, own_sum, mix(key, self._rank), keep)
+
+    def read(self, received: Tensor, out: Tensor, weight: float, flag: Tensor) -> None:
+        """Decode all sums."""
+        self._kernel.read_all(received, flag, self._masks, self._rows)
+        self._sums.decode(received, out, weight, accumulate=False)

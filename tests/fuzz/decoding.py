@@ -37,7 +37,9 @@ class GroupPlan:
         return self.plan.encode(vector, message, key, torch.zeros(()))
 
     def decode(self, messages, out, weight, accumulate):
-        flag = self.plan.flags(messages) if messages.shape[1] >= 16 else torch.zeros(())
+        flag = torch.zeros(())
+        if messages.shape[1] >= 16:
+            self.plan.head.read(messages, flag)
         assert float(flag) == 0.0 or math.isnan(flag)
         self.plan.decode(messages, out, weight, accumulate)
 

@@ -1,6 +1,8 @@
 """A group with the kernels of an accelerator does what one on a CPU does, and adds up while it encodes."""
 
+import math
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -32,8 +34,10 @@ def _one_at_a_time(monkeypatch):
 
 
 def gradients(rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randn(shape, generator=generator) for _, shape in PARAMETERS]
+    """Side by side, as in a bucket."""
+    sizes = [math.prod(shape) for _, shape in PARAMETERS]
+    bucket = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(100 * step + rank))
+    return [part.view(shape) for part, (_, shape) in zip(bucket.split(sizes), PARAMETERS, strict=True)]
 
 
 def plain(rank, step, parts):
@@ -60,7 +64,9 @@ def program(collective, device, settings, happens, twice, unused):
     found = []
     for step in range(3):
         for turn in range(1 + twice):
-            parts = [each.to(device) for each in gradients(collective.rank, step + 10 * turn)]
+            parts = gradients(collective.rank, step + 10 * turn)
+            bucket = parts[0]._base.to(device)
+            parts = [bucket[each.storage_offset() :][: each.numel()].view(each.shape) for each in parts]
             happens(collective.rank, step, parts)
             rejected = group.reduce(parts, step, None).isnan()
             found += parts
@@ -85,10 +91,55 @@ def test_as_on_a_cpu(happens, exchange, twice, device, by):
         needs_fused_adds()
     unused = happens is without  # else an accelerator does not look
     settings = RunState.of({"name": "onebit", "block": 512}, exchange)
+    _same(by, device, lambda ranks, where: program(ranks, where, settings, happens, twice, unused))
 
-    def run(where):
-        return run_threads(3, lambda collective: program(collective, where, settings, happens, twice, unused))
 
+def rows(rank, step, parts):
+    """Rows of an embedding, of which no rank uses some."""
+    parts[3][torch.arange(13) % 3 != rank % 2] = 0.0
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
+@pytest.mark.parametrize("method", ["rotated", "onebit"])
+def test_rows_that_no_rank_uses(method, exchange, device, by):
+    given = {"error_feedback": "loco"} if method == "onebit" else {}
+    settings = RunState.of(method, exchange, **given).bound({"other": "embedding"})
+    _same(by, device, lambda ranks, where: program(ranks, where, settings, rows, False, False))
+
+
+def rows_of_second(rank, step, parts):
+    """Rows of another embedding."""
+    parts[2][torch.arange(131) % 3 == 1] = 0.0
+
+
+LONG = [("first", (96, 61)), ("bias", (37,)), ("second", (131, 83)), ("scale", (61,))]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("happens", [plain, spoilt, "rows"])
+@pytest.mark.parametrize(
+    ("method", "feedback"),
+    [("qsgd", "none"), ("rotated", "none"), ("onebit", "loco"), ("onebit", True), ("efsign", "loco")],
+)
+def test_shards_are_encoded_and_decoded_by_one_launch(method, feedback, happens, ranks, device, by, monkeypatch):
+    """As one by one on a CPU, of any number of ranks, where each shard has whole blocks."""
+    from lightning_compress.exchanges.shards import ShardMessages
+
+    launched, encode = [], ShardMessages.encode
+    monkeypatch.setattr(ShardMessages, "encode", lambda self, *given: launched.append(self) or encode(self, *given))
+    monkeypatch.setitem(globals(), "PARAMETERS", LONG)
+    rows_of = {"second": "embedding"} if happens == "rows" else {}
+    happening = rows_of_second if rows_of else happens
+    given = {} if feedback == "none" else {"error_feedback": feedback}
+    settings = RunState.of({"name": method, **({"block": 256} if "bit" in method else {})}, "two_shot", **given)
+    settings = settings.bound(rows_of)
+    _same(by, device, lambda world, where: program(world, where, settings, happening, False, False), ranks)
+    assert len(launched) == 2 * 3 * ranks  # own values and sums, in three steps
+
+
+def _same(by, device, run, ranks=3):
+    """Compare what kernels find on an accelerator with what a CPU does."""
+    run = partial(lambda run, where: run_threads(ranks, lambda world: run(world, where)), run)
     by("auto")
     slow = run(CPU)
     by("triton")

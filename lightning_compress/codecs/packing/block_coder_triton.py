@@ -6,13 +6,16 @@ block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.codecs.packing.planes import code_bytes
 from lightning_compress.codecs.packing.planes_triton import later_planes, read_codes, write_codes
 from lightning_compress.core.random import Stream, word_state
@@ -29,7 +32,7 @@ from lightning_compress.kernels.triton.launch import (
     width_of,
     write,
 )
-from lightning_compress.kernels.triton.random_bits import signed
+from lightning_compress.kernels.triton.random_bits import shard_state, signed
 
 LONGEST = 8192
 """Largest number of elements of a block, because one program holds it in registers."""
@@ -93,6 +96,40 @@ class BlockCoder:
         inputs = *parts, out, weight, len(out), count
         _decode[grid](*inputs, self.decode_tile, *shape, self.head // 4, accumulate, len(messages), **options)
 
+    def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
+        """See ``ShardKernel``."""
+        alike = [isinstance(each.kernel, BlockCoder) and replace(each.kernel, body=0) for each in shards]
+        if self.extra is not None or any(each != replace(self, body=0) for each in alike):
+            return None
+        rows = []
+        for shard in shards:
+            (grid,), count, _, _ = self._launch(shard.numel)
+            body = cast(BlockCoder, shard.kernel).body
+            used = body + code_bytes(shard.numel, self.bits)
+            place = shard.at, body, used, shard.size, *later_planes(shard.numel, self.bits)
+            rows += [(tile, shard.start, shard.numel, count, *place, shard.peer, shard.number) for tile in range(grid)]
+        return Shards.of(rows, shards, device)
+
+    def encode_shards(
+        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
+    ) -> None:
+        """See ``ShardKernel``."""
+        first, second, both = sources(vector, summands)
+        _, _, shape, options = self._launch(self.block)
+        inputs = first, second, vector, messages, shards.table, signed(key), self.encode_tile
+        grid = (len(shards.table),)
+        _encode_shards[grid](*inputs, *shape, self.head, both, keep, shards.aligned, **options)
+
+    def decode_shards(
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+    ) -> None:
+        """See ``ShardKernel``."""
+        _, _, shape, options = self._launch(self.block)
+        rows = 1 if skip is None else len(messages)
+        inputs = messages, messages.stride(0), shards.table, out, weight, -1 if skip is None else skip
+        constants = self.decode_tile, *shape, self.head, accumulate, rows, shards.aligned
+        _decode_shards[(len(shards.table),)](*inputs, *constants, **options)
+
     def _launch(self, numel: int) -> tuple[tuple[int], int, tuple[Any, ...], dict[str, Any]]:
         """Return the grid, the number of blocks, the constants of a tile, and launch options."""
         count, width = -(-numel // self.block), width_of(self.block)
@@ -110,7 +147,7 @@ def _encode(
     VALUES: tl.constexpr, SETTING: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    inputs = first, second, vector, message, header, body, middle, last, numel, count, state, move, extra
+    inputs = number, first, second, vector, message, header, body, middle, last, numel, count, state, move, extra
     if BLOCK == WIDTH and (number + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
         _encode_tile(*inputs, ENCODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, SUM, KEEP, True)
     else:
@@ -120,13 +157,76 @@ def _encode(
         clear(end, rest)
 
 
+_COLUMNS = tl.constexpr(12)
+
+
+@triton.jit
+def _shard(table):
+    """Return a program's row: tile, start, numel, count, and where its message, codes, their end and its end are.
+
+    A division and a product tell the compiler what a number is a multiple of; ``tl.multiple_of`` does not suffice.
+    """
+    row = table + tl.program_id(0).to(tl.int64) * _COLUMNS
+    place = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+    at, body = place[0] // 16 * 16, place[1] // 16 * 16
+    return tl.load(row).to(tl.int32), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), at, body, place[2], place[3]
+
+
+@kernel(do_not_specialize=["key"])
+def _encode_shards(
+    first, second, vector, messages, table, key: tl.int64,
+    ENCODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    number, start, numel, count, at, body, used, size = _shard(table)
+    if ALIGNED:
+        start = start // 4 * 4
+    row = table + tl.program_id(0).to(tl.int64) * _COLUMNS
+    middle, last = tl.load(row + 8), tl.load(row + 9)
+    state = shard_state(key, tl.load(row + 10), tl.load(row + 11))
+    message = messages + at
+    header = (message + HEAD).to(tl.pointer_type(tl.float32))
+    values = number, first + start, second + start, vector + start
+    inputs = message, header, message + body, middle, last, numel, count, state, None, None
+    if BLOCK == WIDTH and (number + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
+        _encode_tile(*values, *inputs, ENCODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, SUM, KEEP, True)
+    else:
+        _encode_tile(*values, *inputs, ENCODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, SUM, KEEP, False)
+    if number == 0:
+        ended = HEAD + 4 * VALUES * count
+        clear(message + ended, body - ended)
+        clear(message + used, size - used)
+
+
+@kernel(do_not_specialize=["skip"])
+def _decode_shards(
+    messages, stride: tl.int64, table, out, weight, skip,
+    DECODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    number, start, numel, count, at, body, _used, _size = _shard(table)
+    if ALIGNED:
+        start = start // 4 * 4
+    row = table + tl.program_id(0).to(tl.int64) * _COLUMNS
+    middle, last = tl.load(row + 8), tl.load(row + 9)
+    message = messages + at
+    header = message.to(tl.pointer_type(tl.float32))
+    inputs = number, skip, header, stride // 4, message + body, stride, middle, last, out + start, weight, numel, count
+    if BLOCK == WIDTH and (number + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
+        _decode_tile(*inputs, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD // 4, ADD, MESSAGES, True)
+    else:
+        _decode_tile(*inputs, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD // 4, ADD, MESSAGES, False)
+
+
 @triton.jit
 def _encode_tile(
-    first, second, vector, message, header, body, middle, last, numel, count, state, move, extra,
+    tile, first, second, vector, message, header, body, middle, last, numel, count, state, move, extra,
     ENCODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     VALUES: tl.constexpr, SETTING: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    number = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index, inside = indices(number, numel, BLOCK, WIDTH)
     numbers = read_sum(first, second, index, inside, SUM, WHOLE)
     one, other, codes, sent = ENCODE(numbers, inside, number, numel, state, move, message, extra, BLOCK, BITS, SETTING)
@@ -146,7 +246,7 @@ def _decode(
     DECODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
 ):  # fmt: skip
-    inputs = header, step, body, stride, middle, last, out, weight, numel, count
+    inputs = tl.program_id(0), None, header, step, body, stride, middle, last, out, weight, numel, count
     if BLOCK == WIDTH and (tl.program_id(0) + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
         _decode_tile(*inputs, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, True)
     else:
@@ -155,12 +255,12 @@ def _decode(
 
 @triton.jit
 def _decode_tile(
-    header, step, body, stride, middle, last, out, weight, numel, count,
+    tile, skip, header, step, body, stride, middle, last, out, weight, numel, count,
     DECODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    number = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     index, inside = indices(number, numel, BLOCK, WIDTH)
     total = read(out, index, inside, WHOLE) if ADD else tl.zeros([ROWS, WIDTH], tl.float32)
     for message in range(MESSAGES):
@@ -171,5 +271,9 @@ def _decode_tile(
             other = tl.load(row + HEAD + count + number, mask=number < count, other=0.0)
         own = body + message * stride
         codes = read_codes(own, middle, last, number * BLOCK, numel, BLOCK, WIDTH, BITS, WHOLE)
-        total += DECODE(one, other, codes, weight, row, BITS, SETTING)
+        decoded = DECODE(one, other, codes, weight, row, BITS, SETTING)
+        if skip is None:
+            total += decoded
+        else:
+            total = tl.where(message == skip, total, total + decoded)
     write(out, index, total, inside, WHOLE)

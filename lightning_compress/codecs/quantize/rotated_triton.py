@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.codecs.packing.planes_triton import later_planes, read_codes, write_codes
 from lightning_compress.codecs.quantize.levels_triton import fit, levels_of, round_levels, step_of
 from lightning_compress.core.random import Stream, word_state
+from lightning_compress.core.workspace import scratch
 from lightning_compress.kernels.triton.launch import (
     OPTIONS,
     Summands,
@@ -24,7 +27,7 @@ from lightning_compress.kernels.triton.launch import (
     sources,
     write,
 )
-from lightning_compress.kernels.triton.random_bits import random_bits, signed
+from lightning_compress.kernels.triton.random_bits import random_bits, shard_state, signed
 
 
 @triton.jit
@@ -104,11 +107,55 @@ class Rotation:
         for grid, shape, whole, options in _launches(len(out), block, _WARPS_TO_DECODE):
             _decode[grid](*inputs, *shape, block, bits, accumulate, len(messages), whole, **options)
 
+    def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
+        """See ``ShardKernel``."""
+        block, bits = len(self.signs), self.bits
+        if any(not isinstance(each.kernel, Rotation) or len(each.kernel.signs) != block for each in shards):
+            return None
+        rows = []
+        for slot, shard in enumerate(shards):
+            count = -(-shard.numel // block)
+            body = cast(Rotation, shard.kernel).body
+            place = shard.start, shard.numel, count, shard.at, body, *later_planes(count * block, bits)
+            for (programs,), (begin, columns), whole, _ in _launches(shard.numel, block, _WARPS_TO_ENCODE):
+                parts = RUN // columns
+                tiles = [(begin + tile // parts, tile % parts * columns, whole) for tile in range(programs)]
+                rows += [(*tile, slot, *place, shard.peer, shard.number) for tile in tiles]
+        return Shards.of(rows, shards, device)
+
+    def encode_shards(
+        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
+    ) -> None:
+        """See ``ShardKernel``."""
+        first, second, both = sources(vector, summands)
+        inputs = first, second, vector, messages, shards.table, self.signs, self._rests(shards), signed(key)
+        constants = _columns(len(self.signs)), len(self.signs), self.bits, both, keep, shards.aligned
+        _encode_shards[(len(shards.table),)](*inputs, *constants, **OPTIONS | {"num_warps": 8})  # fewer would spill
+
+    def decode_shards(
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+    ) -> None:
+        """See ``ShardKernel``."""
+        rows = 1 if skip is None else len(messages)
+        inputs = messages, messages.stride(0), shards.table, out, self.signs, self._rests(shards), weight
+        constants = _columns(len(self.signs)), len(self.signs), self.bits, accumulate, rows, shards.aligned
+        skipped = -1 if skip is None else skip
+        _decode_shards[(len(shards.table),)](*inputs, skipped, *constants, **OPTIONS | {"num_warps": 8})
+
+    def _rests(self, shards: Shards) -> Tensor:
+        """Return scratch for the last run of each shard."""
+        return scratch("rotated rests", shards.slots * RUN * len(self.signs), torch.float32, self.signs.device)
+
+
+def _columns(block: int) -> int:
+    """Return the blocks of a whole run that a program handles."""
+    return min(RUN, max(8, _TILE // block))
+
 
 def _launches(numel: int, block: int, most: int) -> Iterator[tuple[tuple[int], tuple[int, int], bool, dict[str, Any]]]:
     """Yield launches of whole runs and of the last run: grid, (first run, columns), whether they are whole, options."""
     whole, rest = divmod(numel, block * RUN)
-    columns = min(RUN, max(8, _TILE // block))
+    columns = _columns(block)
     per_thread = _EACH if block < LONGEST else _EACH // 2
     if whole:
         yield (whole * RUN // columns,), (0, columns), True, _options(block * columns // (32 * per_thread), 8)
@@ -127,9 +174,56 @@ def _encode(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
+    run, column = _tile(begin, COLUMNS)
+    inputs = first, second, vector, signs, rest, header, body, middle, last, numel, count, start, move
+    _encode_run(run, column, *inputs, COLUMNS, BLOCK, BITS, SUM, KEEP, WHOLE)
+    if begin + tl.program_id(0) == 0:
+        clear(gap, padding)
+
+
+_FIELDS = tl.constexpr(13)
+
+
+@triton.jit
+def _shard(table):
+    """Return a program's row: run, column, whether it is whole, slot, start, numel, count; the message, its codes."""
+    row = table + tl.program_id(0).to(tl.int64) * _FIELDS
+    run, column, whole, slot = tl.load(row).to(tl.int32), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    at, body = tl.load(row + 7) // 16 * 16, tl.load(row + 8) // 16 * 16  # says that they are multiples
+    return run, column, whole, slot, tl.load(row + 4), tl.load(row + 5), tl.load(row + 6).to(tl.int32), at, body
+
+
+@kernel(do_not_specialize=["key"])
+def _encode_shards(
+    first, second, vector, messages, table, signs, rests, key: tl.int64,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    run, column, whole, slot, start, numel, count, at, body = _shard(table)
+    row = table + tl.program_id(0).to(tl.int64) * _FIELDS
+    if ALIGNED:
+        start = start // 4 * 4
+    state = shard_state(key, tl.load(row + 11), tl.load(row + 12))
+    header, rest = (messages + at).to(tl.pointer_type(tl.float32)), rests + slot * (_RUN * BLOCK)
+    places = first + start, second + start, vector + start, signs, rest, header, messages + at + body
+    inputs = tl.load(row + 9), tl.load(row + 10), numel, count, state, None
+    if whole != 0:
+        _encode_run(run, column, *places, *inputs, COLUMNS, BLOCK, BITS, SUM, KEEP, True)
+    else:
+        _encode_run(run, column, *places, *inputs, _RUN, BLOCK, BITS, SUM, KEEP, False)
+    if run + column == 0:
+        clear(messages + at + 4 * count, body - 4 * count)
+
+
+@triton.jit
+def _encode_run(
+    run, first_column, first, second, vector, signs, rest, header, body, middle, last, numel, count, start, move,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SUM: tl.constexpr, KEEP: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
     top: tl.constexpr = 2 ** (BITS - 1) - 0.5
-    row, block, rows, index = _indices(begin, BLOCK, COLUMNS)
-    columns = count - begin * _RUN
+    row, block, rows, index = _indices(run, first_column, BLOCK, COLUMNS)
+    columns = count - run * _RUN
     numbers = read_sum(first, second, index, index < numel, SUM, WHOLE)
     coefficients = _to_matrix(numbers, columns, rest, WHOLE) * (tl.load(signs + row) * (1 / BLOCK))[:, None]
     coefficients = transform(coefficients)
@@ -142,8 +236,6 @@ def _encode(
         sent = transform(_to_matrix(level + 0.5, columns, rest, WHOLE) * step_of(norm, top)[None, :])
         sent = _from_matrix(sent * tl.load(signs + row)[:, None], columns, rest, WHOLE)
         write(vector, index, numbers - sent, index < numel, WHOLE)
-    if begin + tl.program_id(0) == 0:
-        clear(gap, padding)
 
 
 @kernel(do_not_specialize=["count", "begin"])
@@ -153,31 +245,78 @@ def _decode(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    row, block, rows, index = _indices(begin, BLOCK, COLUMNS)
-    columns = count - begin * _RUN
+    run, column = _tile(begin, COLUMNS)
+    inputs = header, step, body, stride, middle, last, out, signs, rest, weight, numel, count
+    _decode_run(run, column, None, *inputs, COLUMNS, BLOCK, BITS, ADD, MESSAGES, WHOLE)
+
+
+@kernel(do_not_specialize=["skip"])
+def _decode_shards(
+    messages, stride: tl.int64, table, out, signs, rests, weight, skip,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    run, column, whole, slot, start, numel, count, at, body = _shard(table)
+    row = table + tl.program_id(0).to(tl.int64) * _FIELDS
+    if ALIGNED:
+        start = start // 4 * 4
+    header, rest = (messages + at).to(tl.pointer_type(tl.float32)), rests + slot * (_RUN * BLOCK)
+    places = header, stride // 4, messages + at + body, stride, tl.load(row + 9), tl.load(row + 10), out + start
+    inputs = signs, rest, weight, numel, count
+    if whole != 0:
+        _decode_run(run, column, skip, *places, *inputs, COLUMNS, BLOCK, BITS, ADD, MESSAGES, True)
+    else:
+        _decode_run(run, column, skip, *places, *inputs, _RUN, BLOCK, BITS, ADD, MESSAGES, False)
+
+
+@triton.jit
+def _decode_run(
+    run, first_column, skip, header, step, body, stride, middle, last, out, signs, rest, weight, numel, count,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    row, block, rows, index = _indices(run, first_column, BLOCK, COLUMNS)
+    columns = count - run * _RUN
     block = block[None, :]
     if not WHOLE:
-        block = begin * _RUN + _index(BLOCK) % columns
-    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        block = run * _RUN + _index(BLOCK) % columns
+    total, sums = tl.zeros([BLOCK, COLUMNS], tl.float32), tl.zeros([BLOCK, COLUMNS], tl.float32)
+    if ADD:
+        sums = read(out, index, index < numel, WHOLE)
     for message in range(MESSAGES):
         norm = tl.load(header + message * step + block, mask=block < count, other=0.0)
         scale = step_of(norm, 2 ** (BITS - 1) - 0.5) * weight
         own = body + message * stride
         codes = read_codes(own, middle, last, rows, count.to(tl.int64) * BLOCK, COLUMNS, COLUMNS, BITS, WHOLE)
-        total += (levels_of(codes, BITS) + 0.5) * scale
-    sums = transform(_to_matrix(total, columns, rest, WHOLE)) * tl.load(signs + row)[:, None]
-    sums = _from_matrix(sums, columns, rest, WHOLE)
-    if ADD:
-        sums += read(out, index, index < numel, WHOLE)
-    write(out, index, sums, index < numel, WHOLE)
+        added = (levels_of(codes, BITS) + 0.5) * scale
+        if skip is None:
+            total += added
+        elif message == skip:  # a CPU decodes the messages before it and those after it in two calls
+            sums += _from_coefficients(total, columns, rest, signs + row, WHOLE)
+            total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        else:
+            total += added
+    rest_of_sums = _from_coefficients(total, columns, rest, signs + row, WHOLE)
+    write(out, index, sums + rest_of_sums if ADD else rest_of_sums, index < numel, WHOLE)
 
 
 @triton.jit
-def _indices(begin, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a program's rows, its block indices, the index of each row's first element, and the indices of all."""
-    row, column = tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+def _from_coefficients(total, columns, rest, signs, WHOLE: tl.constexpr):
+    sums = transform(_to_matrix(total, columns, rest, WHOLE)) * tl.load(signs)[:, None]
+    return _from_matrix(sums, columns, rest, WHOLE)
+
+
+@triton.jit
+def _tile(begin, COLUMNS: tl.constexpr):
+    """Return a program's run, and its first column there."""
     parts: tl.constexpr = _RUN // COLUMNS
-    run, first = begin + tl.program_id(0) // parts, tl.program_id(0) % parts * COLUMNS
+    return begin + tl.program_id(0) // parts, tl.program_id(0) % parts * COLUMNS
+
+
+@triton.jit
+def _indices(run, first, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return a tile's rows, its block indices, the index of each row's first element, and the indices of all."""
+    row, column = tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
     rows = run.to(tl.int64) * (BLOCK * _RUN) + first + row * _RUN
     return row, run * _RUN + first + column, rows, rows[:, None] + column[None, :]
 

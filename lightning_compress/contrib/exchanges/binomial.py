@@ -149,7 +149,7 @@ class _Plan(ExchangePlan):
         if self._levels:
             self._rounds.finish()
         message = self._send[None, HEADER:length]
-        flag.copy_(self._plans[0].flags(message))
+        self._plans[0].head.read(message, flag.zero_())
         self._plans[0].decode(message, out, 1 / size, accumulate=False)
 
     def _up(self, vector: Tensor, key: int, flag: Tensor) -> None:
@@ -157,7 +157,7 @@ class _Plan(ExchangePlan):
             plan = self._plans[child]
             try:
                 plan.decode(body[None], vector, 1.0, accumulate=True)
-                flag.add_(plan.flags(body[None]))
+                plan.head.read(body[None], flag)
             finally:  # numbers that are not finite cannot be encoded
                 plan.zero_nonfinite(vector, flag)
 

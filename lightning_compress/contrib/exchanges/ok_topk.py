@@ -27,7 +27,8 @@ from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.workspace import Growing
 from lightning_compress.exchanges.all_reduce import AllReduce
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, Keeper, longest
-from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section
+from lightning_compress.exchanges.head import LENGTH
+from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.remote_error import FLAG, DeferredError, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.coding import SparseVector

@@ -31,7 +31,8 @@ from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Growing, Messages
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, longest
-from lightning_compress.exchanges.message import LENGTH, MessagePlan, Section, zero_nonfinite
+from lightning_compress.exchanges.head import LENGTH
+from lightning_compress.exchanges.message import MessagePlan, Section, zero_nonfinite
 from lightning_compress.exchanges.remote_error import FLAG, DeferredError, flags_of
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.exchanges.sparse.coding import SparseVector

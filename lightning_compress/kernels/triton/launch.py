@@ -92,6 +92,13 @@ def read_sum(first, second, index, inside, SUM: tl.constexpr, WHOLE: tl.constexp
 
 
 @triton.jit
+def shard(table):
+    """Return a program's row of four numbers: tile (int32), start, numel, and the place of its message."""
+    row = table + tl.program_id(0).to(tl.int64) * 4
+    return tl.load(row).to(tl.int32), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
 def clear(gap, padding):
     """Write ``padding`` zeros, fewer than 16, between a message's header and its codes."""
     zeros = tl.arange(0, 16)

@@ -26,6 +26,21 @@ def hash_words(state):
 
 
 @triton.jit
+def mixed(key, part):
+    """Return a key, uint64, after one more part (int64) was mixed in; see ``core/random.mix``."""
+    return hash_words(key + part.to(tl.uint64) + _GAMMA)
+
+
+@triton.jit
+def shard_state(key, peer, section):
+    """Return the state, int64, of the random words of a peer's section, from the key (int64) without both."""
+    own = mixed(key.to(tl.uint64), peer)
+    if section != 0:
+        own = mixed(mixed(tl.zeros([], tl.uint64), own), -section)
+    return mixed(tl.zeros([], tl.uint64), own).to(tl.int64)
+
+
+@triton.jit
 def moved(bits, move):
     """Return 16 random bits each, int32, plus ``move``, int32 or None, modulo 2^16: int16."""
     if move is not None:

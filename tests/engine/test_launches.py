@@ -1,0 +1,83 @@
+"""What averaging a bucket starts on a GPU: as many kernels and collectives for any number of ranks."""
+
+import pytest
+import torch
+
+from benchmarks.launches import calls, launches
+
+pytest.importorskip("triton")
+
+GATHERED = {"qsgd": 9, "rotated": 10, "onebit": 12, "efsign": 12, "topk": 18, "fft": 14, "dgc": 38}
+SHARDED = {"qsgd": 15, "rotated": 16, "onebit": 18, "efsign": 18}
+"""What users get: ``onebit`` and ``efsign`` with LoCo."""
+RESNET50 = 80
+"""The most that a step may start with onebit."""
+
+
+def total(method, exchange, ranks, **more):
+    return len(launches(method, exchange, ranks, **more).average)
+
+
+@pytest.mark.parametrize("method", GATHERED)
+def test_messages_that_are_gathered(method):
+    assert total(method, "all_gather", 2) == GATHERED[method]
+    if method not in ("topk", "dgc"):  # which add one list after the other
+        assert total(method, "all_gather", 8) == GATHERED[method]
+
+
+@pytest.mark.parametrize("method", SHARDED)
+def test_shards(method):
+    assert {total(method, "two_shot", ranks) for ranks in (2, 4, 8, 64)} == {SHARDED[method]}
+
+
+def test_others():
+    assert total("bf16", "all_reduce", 2) == 14
+    assert total("powersgd", "auto", 2) == 54
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
+@pytest.mark.parametrize("method", ["qsgd", "rotated", "onebit", "topk"])
+def test_what_is_unused_and_a_loss_scale_cost_few_more(method, exchange):
+    if method == "topk" and exchange == "two_shot":
+        pytest.skip("two_shot is another algorithm for sparsifiers")
+    usual = total(method, exchange, 4)
+    states = method in ("onebit", "topk")  # which parameters without a gradient keep
+    assert total(method, exchange, 4, unused=True) <= usual + 4 * states
+    scale = torch.ones((), device="meta")
+    assert total(method, exchange, 4, scale=lambda: scale) <= usual + 5
+    assert launches(method, exchange, 4, unused=True).average.count("NCCL all_reduce") == 0
+
+
+def test_a_dense_step_is_an_all_reduce():
+    started = launches("qsgd", "all_gather", 4, warmup_steps=10)
+    assert [each for each in started.average if each.startswith("NCCL")] == ["NCCL all_reduce"]
+    assert len(started.average) <= 6
+
+
+def resnet50():
+    """Shapes of the parameters of ResNet-50, in buckets of 25 MB from the last one on."""
+    shapes, inner = [(64, 3, 7, 7), (64,), (64,)], 64
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(blocks):
+            convolutions = [(width, inner, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
+            convolutions += [(4 * width, inner, 1, 1)] if block == 0 else []
+            shapes += [shape for each in convolutions for shape in (each, each[:1], each[:1])]
+            inner = 4 * width
+    buckets, size = [[]], 0
+    for shape in reversed([*shapes, (1000, 2048), (1000,)]):
+        if size >= 25 << 20:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(shape)
+        size += 4 * torch.Size(shape).numel()
+    return buckets
+
+
+def test_a_step_of_resnet50():
+    started = [launches("onebit", "all_gather", 8, shapes=bucket) for bucket in resnet50()]
+    assert sum(len(each.average) + len(each.commit) for each in started) <= RESNET50
+
+
+def test_calls_do_not_grow_with_the_ranks():
+    few, many = (calls("qsgd", "two_shot", ranks) for ranks in (2, 32))
+    assert many <= 1.5 * few
