@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -197,6 +198,7 @@ def measure(task: Task) -> Row:
         _compare(found, row["numel"])
     finally:
         trainers.clear()
+        gc.collect()  # a reducer that is freed after its group ends the group's thread, and may wait for it for ever
         with suppress(RuntimeError):  # of a device that is broken, which was said already
             dist.destroy_process_group()
     return row
