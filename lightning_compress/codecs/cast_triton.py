@@ -49,8 +49,8 @@ class Halves:
         _decode[_grid(out)](halves, 2 * halves.stride(0), out, weight, len(out), accumulate, len(messages), **OPTIONS)
 
     def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
-        """See ``ShardKernel``."""
-        if any(each.kernel != self for each in shards):
+        """See ``ShardCoder``."""
+        if any(each.coder != self for each in shards):
             return None
         tiles = [(tile, each) for each in shards for tile in range(triton.cdiv(each.numel, _TILE.value))]
         return Shards.of([(tile, each.start, each.numel, each.at // 2) for tile, each in tiles], shards, device)
@@ -58,7 +58,7 @@ class Halves:
     def encode_shards(
         self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
     ) -> None:
-        """See ``ShardKernel``."""
+        """See ``ShardCoder``."""
         first, second, both = sources(vector, summands)
         inputs = first, second, vector, self._halves(messages), shards.table, self.limit
         _encode_shards[(len(shards.table),)](*inputs, both, keep, **OPTIONS)
@@ -66,7 +66,7 @@ class Halves:
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
     ) -> None:
-        """See ``ShardKernel``."""
+        """See ``ShardCoder``."""
         halves, rows = self._halves(messages), 1 if skip is None else len(messages)
         inputs = halves, 2 * halves.stride(0), shards.table, out, weight, -1 if skip is None else skip
         _decode_shards[(len(shards.table),)](*inputs, accumulate, rows, **OPTIONS)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -194,7 +194,7 @@ class Shard(NamedTuple):
     Attributes:
         start: its first element in the vector.
         numel: its number of elements.
-        kernel: of its plan.
+        coder: what encodes it: its plan's kernel, or its plan.
         at: the first byte of its message.
         size: bytes of its message.
         peer: to whom it is sent; mixed into the random key.
@@ -203,7 +203,7 @@ class Shard(NamedTuple):
 
     start: int
     numel: int
-    kernel: Kernel
+    coder: object
     at: int
     size: int
     peer: int
@@ -230,11 +230,12 @@ class Shards(NamedTuple):
         return cls(table, all(shard.start % 4 == 0 for shard in shards), len(shards))
 
 
-class ShardKernel(Kernel, Protocol):
-    """A kernel that also encodes and decodes many shards in one launch."""
+@runtime_checkable
+class ShardCoder(Protocol):
+    """A kernel, or a plan, that also encodes and decodes many shards in one call."""
 
     def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
-        """Return these shards for launches; None if their kernels differ in more than where codes begin."""
+        """Return these shards for such calls; None if their coders differ in more than where codes begin."""
 
     def encode_shards(
         self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
@@ -256,8 +257,8 @@ class ShardKernel(Kernel, Protocol):
         """Write or add the weighted sums of messages.
 
         Args:
-            messages: uint8 ``[M, size]``, contiguous. Shards are decoded from every row, but from row ``skip``; or,
-                if ``skip`` is None, each from the place where it stands, once.
+            messages: uint8 ``[M, size]``, contiguous. Shards are decoded from every row, but from row ``skip``, by
+                kernels alone; or, if ``skip`` is None, each from the place where it stands, once.
             shards: which ones; their places count from the first row.
             out: the whole vector.
             weight: factor.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import ModuleType
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.codec import Codec, KernelPlan, Plan
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, Shard, Shards
 from lightning_compress.core.layout import Layout
+from lightning_compress.kernels import Summands
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,34 @@ class Dense(Codec):
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """See ``Codec.plan``; ``summands`` is ignored."""
         fused = kernels.backend(__name__, device, "triton")
-        return KernelPlan(layout, 4 * layout.numel, fused.Floats()) if fused else _DensePlan(layout)
+        fast = kernels.backend(__name__, device, "numba")
+        return KernelPlan(layout, 4 * layout.numel, fused.Floats()) if fused else _DensePlan(layout, fast)
 
 
 class _DensePlan(Plan):
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, fast: ModuleType | None) -> None:
         super().__init__(layout)
         self.message_size = 4 * layout.numel
+        self._fast: Any = fast
+
+    def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
+        """See ``ShardCoder``."""
+        if not self._fast or not all(isinstance(shard.coder, _DensePlan) for shard in shards):
+            return None
+        return Shards.of([(shard.start, shard.numel, shard.at) for shard in shards], shards, device)
+
+    def encode_shards(
+        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
+    ) -> None:
+        """See ``ShardCoder``."""
+        self._fast.encode_shards(vector.numpy(), shards.table.numpy(), messages.view(-1).numpy())
+
+    def decode_shards(
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+    ) -> None:
+        """See ``ShardCoder``."""
+        inputs = messages.view(-1).numpy(), shards.table.numpy(), out.numpy(), np.float32(weight), accumulate
+        self._fast.decode_shards(*inputs)
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         self.check(vector, message)

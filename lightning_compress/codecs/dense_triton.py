@@ -32,8 +32,8 @@ class Floats:
         _decode[_grid(out)](*inputs, accumulate, len(messages), _TILE, **OPTIONS)
 
     def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
-        """See ``ShardKernel``."""
-        if not all(isinstance(each.kernel, Floats) for each in shards):
+        """See ``ShardCoder``."""
+        if not all(isinstance(each.coder, Floats) for each in shards):
             return None
         tiles = [(tile, each) for each in shards for tile in range(triton.cdiv(each.numel, _TILE))]
         return Shards.of([(tile, each.start, each.numel, each.at) for tile, each in tiles], shards, device)
@@ -41,7 +41,7 @@ class Floats:
     def encode_shards(
         self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
     ) -> None:
-        """See ``ShardKernel``."""
+        """See ``ShardCoder``."""
         first, second, both = sources(vector, summands)
         inputs = first, second, vector, messages, shards.table
         _encode_shards[(len(shards.table),)](*inputs, both, keep, _TILE, **OPTIONS)
@@ -49,7 +49,7 @@ class Floats:
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
     ) -> None:
-        """See ``ShardKernel``."""
+        """See ``ShardCoder``."""
         rows = 1 if skip is None else len(messages)
         inputs = messages, messages.stride(0), shards.table, out, weight, -1 if skip is None else skip
         _decode_shards[(len(shards.table),)](*inputs, accumulate, rows, _TILE, **OPTIONS)

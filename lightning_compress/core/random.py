@@ -22,9 +22,13 @@ from lightning_compress.core.workspace import pieces, scratch
 _MASK = (1 << 64) - 1
 
 
-def mix(*parts: int) -> int:
-    """Hash integers into an unsigned 64-bit key (splitmix64, Steele et al., OOPSLA 2014)."""
-    key = 0
+def mix(*parts: int, key: int = 0) -> int:
+    """Hash integers into an unsigned 64-bit key (splitmix64, Steele et al., OOPSLA 2014).
+
+    Args:
+        *parts: what is hashed.
+        key: of the parts before these: ``mix(a, b) == mix(b, key=mix(a))``.
+    """
     for part in parts:
         key = (key + part + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

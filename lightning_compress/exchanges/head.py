@@ -2,9 +2,9 @@
 
     | flag | lengths, from byte 8 on | bits | zeros up to a multiple of 16 bytes |
 
-The flag is 0.0, or NaN on a rank with a non-finite gradient; it is summed with the first section's dtype. It is
-infinite on a rank that could not read a message it received. Lengths are int64. A bit is 1 if the rank has a value
-other than zero in a row.
+The flag is 0.0, or NaN on a rank with a non-finite gradient. It is a float32, or where messages are summed, has the
+first section's dtype. It is infinite on a rank that could not read a message it received. Lengths are int64. A bit is
+1 if the rank has a value other than zero in a row.
 """
 
 from __future__ import annotations

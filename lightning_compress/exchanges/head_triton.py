@@ -57,6 +57,12 @@ def bits_of(heads: Sequence[Head], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32).to(device)
 
 
+def tiles_of(spans: Sequence[slice], device: torch.device) -> Tensor:
+    """Return slices of a vector, cut to at most ``SUMS`` elements: int64 ``[tiles, 2]``, starts and lengths."""
+    tiles = [(start, min(SUMS, span.stop - start)) for span in spans for start in range(span.start, span.stop, SUMS)]
+    return torch.tensor(tiles, dtype=torch.int64).view(-1, 2).to(device)
+
+
 def write_all(messages: Tensor, own_sum: Tensor, flag: Tensor, own: Tensor, rows: Tensor, rank: int) -> None:
     """Write the heads of the messages to all owners, and in place of that to itself the head of the own sum.
 

@@ -117,7 +117,7 @@ class MessagePlan:
         device: where vectors and messages are.
         meter: records encoding and decoding time.
         summands: how many messages are summed in the message's own dtype.
-        marked: the sections' marks travel in the head.
+        marked: the sections' marks travel in the head, because ranks get messages as they were sent, not summed.
 
     Attributes:
         size: bytes of a message; the maximum if lengths vary.
@@ -149,8 +149,8 @@ class MessagePlan:
         marks = next((each.marks for each in sections), None) if marked else None
         rows = marks.of([each for section in sections for each in section.layout.segments]) if marks else ()
         sums = {section.codec.sum_dtype for section in sections}
-        self._flag_dtype = (sections[0].codec.sum_dtype if sections and None not in sums else None) or torch.float32
-        self.head = Head(len(plans) * self.variable, self._flag_dtype, device, marks, rows)
+        summed = sections[0].codec.sum_dtype if sections and None not in sums and not marked else None
+        self.head = Head(len(plans) * self.variable, summed or torch.float32, device, marks, rows)
         self._header = self.head.size
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)

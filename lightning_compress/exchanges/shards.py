@@ -1,72 +1,119 @@
-"""The messages of many shards, encoded and decoded by one launch for each section of the vector."""
+"""The messages of many shards, encoded and decoded by one call for each section of the vector."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.codec import KernelPlan, Shard, ShardKernel, Shards
+from lightning_compress import kernels
+from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, ShardCoder, Shards
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.exchanges.message import MessagePlan
+from lightning_compress.core.random import mix
+from lightning_compress.exchanges.message import MessagePlan, encode_by
 from lightning_compress.kernels import Summands
+
+
+class _Alone(NamedTuple):
+    """A shard that is encoded and decoded by its own plan."""
+
+    span: slice
+    plan: Plan
+    at: int
+    peer: int
+    number: int
+    kept: bool
+
+    def message(self, messages: Tensor) -> Tensor:
+        return messages.view(-1)[self.at : self.at + self.plan.message_size]
 
 
 @dataclass(frozen=True)
 class ShardMessages:
-    """Messages that lie in one piece of memory; heads are not part of the work.
+    """Messages that lie in one piece of memory, without their heads.
 
     Args:
-        launches: of each section: its kernel, its shards, and whether what encoding leaves is kept.
+        together: of each section: what encodes shards together, which ones, and whether what encoding leaves is kept.
+        alone: all other shards, such as a last one whose last block is shorter.
         meter: records encoding and decoding time.
     """
 
-    launches: Sequence[tuple[ShardKernel, Shards, bool]]
+    together: Sequence[tuple[ShardCoder, Shards, bool]]
+    alone: Sequence[_Alone]
     meter: Meter
 
     @classmethod
-    def of(
-        cls, messages: Sequence[tuple[int, MessagePlan, int]], device: torch.device, meter: Meter
-    ) -> ShardMessages | None:
-        """Plan the launches; return None if a codec has no kernel for that.
+    def of(cls, messages: Sequence[tuple[int, MessagePlan, int]], device: torch.device, meter: Meter) -> ShardMessages:
+        """Plan the calls.
 
         Args:
-            messages: of each, the peer whose number is mixed into its key, its plan, and its first byte in the memory.
+            messages: of each, the peer whose number is mixed into its key, its plan, whose messages do not vary in
+                length, and its first byte in the memory.
             device: of vectors and messages.
             meter: see the class.
         """
-        by_section: dict[int, list[Shard]] = {}
-        keeps: dict[int, bool] = {}
+        by_section: dict[int, list[_Alone]] = {}
         for peer, plan, place in messages:
-            if plan.variable or plan.draws_alike:
-                return None
             for number, (section, span, part, first, kept) in enumerate(plan.parts):
-                if not isinstance(part, KernelPlan) or not hasattr(part.kernel, "shards"):
-                    return None
-                size = part.layout.numel, part.kernel, place + first, part.message_size
-                by_section.setdefault(section, []).append(Shard(span.start, *size, peer, number))
-                keeps[section] = kept
-        launches = []
-        for section, shards in by_section.items():
-            kernel = cast(ShardKernel, shards[0].kernel)
-            planned = kernel.shards(shards, device)
-            if planned is None:
-                return None
-            launches.append((kernel, planned, keeps[section]))
-        return cls(launches, meter)
+                by_section.setdefault(section, []).append(_Alone(span, part, place + first, peer, number, kept))
+        together, alone = [], []
+        for shards in by_section.values():
+            several = len(messages) > 1 or kernels.compiler(device) == "triton"
+            count = next(
+                (n for n in (len(shards), len(shards) - 1) if n and several and _planned(shards[:n], device)), 0
+            )
+            if planned := _planned(shards[:count], device):
+                together.append((*planned, shards[0].kept))
+            alone += shards[count:]
+        return cls(together, alone, meter)
+
+    @property
+    def calls(self) -> int:
+        """How often codecs are called to encode or to decode."""
+        return len(self.together) + len(self.alone)
 
     def encode(self, vector: Tensor, messages: Tensor, key: int, keep: bool, summands: Summands = None) -> None:
         """Encode the shards of a vector; see ``MessagePlan.encode``. ``key`` lacks the peer."""
         with self.meter.encode:
-            for kernel, shards, fed_back in self.launches:
+            for coder, shards, fed_back in self.together:
                 kept = keep or fed_back or summands is not None or self.meter.sampling
-                kernel.encode_shards(vector, summands, messages, shards, key, kept)
+                coder.encode_shards(vector, summands, messages, shards, key, kept)
+            for each in self.alone:
+                kept = keep or each.kept or summands is not None or self.meter.sampling
+                own, added = mix(each.peer, key=key), summands and (summands[0][each.span], summands[1][each.span])
+                own = mix(own, -each.number) if each.number else own
+                encode_by(each.plan, vector[each.span], each.message(messages), own, kept, added)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool, skip: int | None = None) -> None:
-        """Decode the shards; see ``ShardKernel.decode_shards``."""
+        """Decode the shards; see ``ShardCoder.decode_shards``."""
         with self.meter.decode:
-            for kernel, shards, _ in self.launches:
-                kernel.decode_shards(messages, shards, out, weight, accumulate, skip)
+            for coder, shards, _ in self.together:
+                coder.decode_shards(messages, shards, out, weight, accumulate, skip)
+            for each in self.alone:
+                if skip is None:
+                    each.plan.decode(each.message(messages)[None], out[each.span], weight, accumulate)
+                    continue
+                for others in (messages[:skip], messages[skip + 1 :]):
+                    if len(others):
+                        part = others[:, each.at : each.at + each.plan.message_size]
+                        each.plan.decode(part, out[each.span], weight, accumulate)
+
+
+def _planned(shards: Sequence[_Alone], device: torch.device) -> tuple[ShardCoder, Shards] | None:
+    """Return what encodes these shards together, or None if nothing does."""
+    coders = [each.plan.kernel if isinstance(each.plan, KernelPlan) else each.plan for each in shards]
+    if not coders or not isinstance(coders[0], ShardCoder):
+        return None
+    planned = coders[0].shards(
+        [
+            Shard(
+                each.span.start, each.plan.layout.numel, coder, each.at, each.plan.message_size, each.peer, each.number
+            )
+            for each, coder in zip(shards, coders, strict=True)
+        ],
+        device,
+    )
+    return (coders[0], planned) if planned else None

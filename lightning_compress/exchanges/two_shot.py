@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import torch
@@ -21,7 +20,7 @@ from lightning_compress.collectives.collective import Wait
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.state import States
-from lightning_compress.core.workspace import Messages
+from lightning_compress.core.workspace import Messages, scratch
 from lightning_compress.exchanges.exchange import (
     Cost,
     Exchange,
@@ -32,7 +31,8 @@ from lightning_compress.exchanges.exchange import (
     read_sums,
     sections_of_sums,
 )
-from lightning_compress.exchanges.message import MessagePlan, Out, Section
+from lightning_compress.exchanges.heads import Heads
+from lightning_compress.exchanges.message import MessagePlan, Out, Section, pieces_in
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
 from lightning_compress.exchanges.parts import part_count, parts_of
 from lightning_compress.exchanges.remote_error import DeferredError
@@ -168,7 +168,8 @@ class _Part:
         variable: messages vary in length.
         expected: expected bytes of both messages.
         lengths: the cost of agreeing on their lengths.
-        calls: how often it calls codecs.
+        calls: how often it calls codecs: that does not grow with the ranks unless it has to go shard by shard, because
+            lengths vary, ranks draw alike, or a codec has no kernels for it.
     """
 
     def __init__(self, shards: Sequence[Sequence[Section]], sums: Sums, world: World, step: OwnerStep | None) -> None:
@@ -191,14 +192,14 @@ class _Part:
         self._receive = Messages(size, max(width, sum_width), device)
         self._sum = Messages(1, sum_width, device)
         self._received = torch.empty(0, dtype=torch.float32)
-        self._fused = _Launches.of(self._shards, self._sums, shards[self._collective.rank], world)
-        self.calls = 4 if self._fused else 2 * size + 2
+        self._together = _Together.of(self._shards, self._sums, self.own.spans, world)
+        self.calls = self._together.calls if self._together else 2 * size + 2
 
     def send(self, vector: Tensor, key: int, flag: Tensor, summands: Summands) -> Wait:
         """Send every owner its shard of the vector."""
         rank, size = self._collective.rank, self._collective.size
-        if self._fused:
-            self._fused.encode(self._send.all, self._sum.all[0], vector, key, flag, summands)
+        if self._together:
+            self._together.encode(self._send.all, self._sum.all[0], vector, key, flag, summands)
             self._received = self._rows(self._widest.size)
             return self._collective.begin("all_to_all", self._send.all, self._received)
         used = 0
@@ -218,11 +219,11 @@ class _Part:
     def send_sum(self, vector: Tensor, key: int, flag: Tensor, error: DeferredError) -> Wait:
         """Add what arrived to the own shard of the vector, and send the sum to all."""
         rank, own, received = self._collective.rank, self.own, self._received
-        if self._fused:
-            self._fused.add(received, self._sum.all[0], vector, flag)
+        if self._together:
+            self._together.add(received, self._sum.all[0], vector, flag, error)
             if self._step:
                 self._step.before(vector)
-            self._fused.encode_sum(vector, self._sum.all, key, keep=self._step is not None)
+            self._together.encode_sum(vector, self._sum.all, key, keep=self._step is not None)
             if self._step:
                 self._step.after(vector)
             self._received = self._rows(self._widest_sum.size)
@@ -248,8 +249,8 @@ class _Part:
     def read_sums(self, out: Out, flag: Tensor) -> None:
         """Decode every shard's sum."""
         weight = 1.0 if self._step else 1 / self._collective.size
-        if self._fused and isinstance(out, Tensor):
-            self._fused.read(self._received, out, weight, flag)
+        if self._together:
+            self._together.read(self._received, out, weight, flag)
             return
         for peer, shard in enumerate(self._sums):
             message = self._received[peer : peer + 1, : shard.size]
@@ -274,74 +275,81 @@ class _Part:
         return self._receive.all.view(-1)[: size * width].view(size, width)
 
 
-class _Launches:
-    """What a part starts on a GPU: for any number of ranks as many kernels.
+class _Together:
+    """Handles all shards at once, by as many kernels or calls for any number of ranks.
 
     Args:
-        kernel: ``head_triton.py``.
-        plans: of each shard's message, and of each sum's.
-        own: the sections of this rank's shard.
+        shards: plans of each shard's message.
+        sums: plans of each shard's sum.
+        own: slices of the vector that this rank owns.
         world: the ranks.
-        messages: what is encoded for others, added to the own shard, sent as its sum, and decoded at last.
     """
 
     def __init__(
-        self,
-        kernel: ModuleType,
-        plans: Sequence[MessagePlan],
-        own: Sequence[Section],
-        world: World,
-        messages: Sequence[ShardMessages],
+        self, shards: Sequence[MessagePlan], sums: Sequence[MessagePlan], own: Sequence[slice], world: World
     ) -> None:
-        self._kernel, self._rank = kernel, world.collective.rank
-        self._to_owners, self._added, self._own_sum, self._sums = messages
-        heads = [plan.head for plan in plans]
-        self._rows, self._masks = kernel.bits_of(heads, world.device), heads[0].masks
-        tiles = [
-            (start, min(kernel.SUMS, section.stop - start))
-            for section in own
-            for start in range(section.start, section.stop, kernel.SUMS)
-        ]
-        self._tiles = torch.tensor(tiles, dtype=torch.int64).view(-1, 2).to(world.device)
+        (rank, size), device, meter = (world.collective.rank, world.collective.size), world.device, world.meter
+        self._rank, self._own = rank, own
+        self._heads = Heads([plan.head for plan in shards], own, rank, device)
+        width, sum_width = (max(plan.size for plan in plans) for plans in (shards, sums))
+        others = [(peer, plan, peer * width) for peer, plan in enumerate(shards) if peer != rank]
+        everyones = [(peer, plan, peer * sum_width) for peer, plan in enumerate(sums)]
+        self._to_owners = ShardMessages.of(others, device, meter)
+        self._added = ShardMessages.of([(rank, shards[rank], 0)], device, meter)
+        self._own_sum = ShardMessages.of([(size, sums[rank], 0)], device, meter)
+        self._sums = ShardMessages.of(everyones, device, meter)
+        self.calls = sum(each.calls for each in (self._to_owners, self._added, self._own_sum, self._sums))
+        self._pieces = _joined([span for plan in sums for span in plan.spans])
 
     @classmethod
     def of(
-        cls, shards: Sequence[MessagePlan], sums: Sequence[MessagePlan], own: Sequence[Section], world: World
-    ) -> _Launches | None:
-        """Return None if a codec, or the device, has no kernels for that."""
-        (rank, size), device, meter = (world.collective.rank, world.collective.size), world.device, world.meter
-        kernel = kernels.backend(f"{__package__}.head", device, "triton")
-        if not kernel or any(plan.head.dtype != torch.float32 for plan in [*shards, *sums]):
-            return None
-        width, sum_width = (max(plan.size for plan in plans) for plans in (shards, sums))
-        given = (
-            [(peer, plan, peer * width) for peer, plan in enumerate(shards) if peer != rank],
-            [(rank, shards[rank], 0)],
-            [(size, sums[rank], 0)],
-            [(peer, plan, peer * sum_width) for peer, plan in enumerate(sums)],
-        )
-        planned = [ShardMessages.of(each, device, meter) for each in given]
-        messages = [each for each in planned if each]
-        return cls(kernel, shards, own, world, messages) if len(messages) == len(planned) else None
+        cls, shards: Sequence[MessagePlan], sums: Sequence[MessagePlan], own: Sequence[slice], world: World
+    ) -> _Together | None:
+        """Return None if lengths vary, if ranks draw alike, or if a GPU has no kernels."""
+        plans = [*shards, *sums]
+        apart = any(plan.variable or plan.draws_alike or plan.head.dtype != torch.float32 for plan in plans)
+        ready = world.device.type == "cpu" or kernels.compiler(world.device) == "triton"
+        return cls(shards, sums, own, world) if ready and not apart else None
 
     def encode(
         self, messages: Tensor, own_sum: Tensor, vector: Tensor, key: int, flag: Tensor, summands: Summands
     ) -> None:
         """Encode all shards but the own one."""
-        self._kernel.write_all(messages, own_sum, flag, self._masks[0], self._rows, self._rank)
+        self._heads.write(messages, own_sum, flag)
         self._to_owners.encode(vector, messages, mix(key, self._rank), False, summands)
 
-    def add(self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor) -> None:
+    def add(self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor, error: DeferredError) -> None:
         """Add what arrived to the own shard."""
-        self._added.decode(received, vector, 1.0, accumulate=True, skip=self._rank)
-        tiles = vector, self._tiles
-        self._kernel.fold(received, own_sum, flag, self._masks, self._rows, self._rank, *tiles)
+        with error.deferred():
+            self._added.decode(received, vector, 1.0, accumulate=True, skip=self._rank)
+        self._heads.fold(received, own_sum, vector, flag)
+        if error:
+            error.mark(flag)
+            self._heads.report(own_sum, flag)
 
     def encode_sum(self, vector: Tensor, own_sum: Tensor, key: int, keep: bool) -> None:
         """Encode the sum of the own shard."""
         self._own_sum.encode(vector, own_sum, mix(key, self._rank), keep)
 
-    def read(self, received: Tensor, out: Tensor, weight: float, flag: Tensor) -> None:
+    def read(self, received: Tensor, out: Out, weight: float, flag: Tensor) -> None:
         """Decode all sums."""
-        self._kernel.read_all(received, flag, self._masks, self._rows)
-        self._sums.decode(received, out, weight, accumulate=False)
+        self._heads.read(received, flag)
+        if isinstance(out, Tensor):
+            self._sums.decode(received, out, weight, accumulate=False)
+            return
+        mean = scratch("one mean", sum(map(len, out)), torch.float32, received.device)
+        self._sums.decode(received, mean, weight, accumulate=False)
+        for span in self._pieces:
+            parts = pieces_in(out, span)
+            torch._foreach_copy_(parts, list(mean[span].split([len(part) for part in parts])))
+
+
+def _joined(spans: Sequence[slice]) -> list[slice]:
+    """Return the slices in order, and those that follow each other as one."""
+    joined: list[slice] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = slice(joined[-1].start, span.stop)
+        else:
+            joined.append(span)
+    return joined

@@ -97,14 +97,14 @@ class BlockCoder:
         _decode[grid](*inputs, self.decode_tile, *shape, self.head // 4, accumulate, len(messages), **options)
 
     def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
-        """See ``ShardKernel``."""
-        alike = [isinstance(each.kernel, BlockCoder) and replace(each.kernel, body=0) for each in shards]
+        """See ``ShardCoder``."""
+        alike = [isinstance(each.coder, BlockCoder) and replace(each.coder, body=0) for each in shards]
         if self.extra is not None or any(each != replace(self, body=0) for each in alike):
             return None
         rows = []
         for shard in shards:
             (grid,), count, _, _ = self._launch(shard.numel)
-            body = cast(BlockCoder, shard.kernel).body
+            body = cast(BlockCoder, shard.coder).body
             used = body + code_bytes(shard.numel, self.bits)
             place = shard.at, body, used, shard.size, *later_planes(shard.numel, self.bits)
             rows += [(tile, shard.start, shard.numel, count, *place, shard.peer, shard.number) for tile in range(grid)]
@@ -113,7 +113,7 @@ class BlockCoder:
     def encode_shards(
         self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
     ) -> None:
-        """See ``ShardKernel``."""
+        """See ``ShardCoder``."""
         first, second, both = sources(vector, summands)
         _, _, shape, options = self._launch(self.block)
         inputs = first, second, vector, messages, shards.table, signed(key), self.encode_tile
@@ -123,7 +123,7 @@ class BlockCoder:
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
     ) -> None:
-        """See ``ShardKernel``."""
+        """See ``ShardCoder``."""
         _, _, shape, options = self._launch(self.block)
         rows = 1 if skip is None else len(messages)
         inputs = messages, messages.stride(0), shards.table, out, weight, -1 if skip is None else skip

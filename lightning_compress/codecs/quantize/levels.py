@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.codec import FusedPlan, aligned
+from lightning_compress.codecs.codec import FusedPlan, Shard, Shards, aligned
 from lightning_compress.codecs.packing.bits import block_shape
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.core.layout import Layout
@@ -229,6 +229,46 @@ class LevelPlan(FusedPlan):
             piece_steps = piece_steps.reshape(-1, piece.shape[0], 1, *piece.shape[2:])
             decoded = (self._quantiser.decode(body, piece.numbers, piece.shape) for body in bodies)
             self.add(part, piece, (numbers.mul_(step) for numbers, step in zip(decoded, piece_steps, strict=True)))
+
+    @property
+    def _constants(self) -> tuple[object, ...] | None:
+        """What the kernel of all pieces depends on, besides their lengths; None if there is no such kernel."""
+        given = {
+            tuple(len(each) if isinstance(each, np.ndarray) else each for each in piece.kernel_arguments or ("none",))
+            for piece in self._pieces
+        }
+        fits = self._fast and len(given) == 1 and ("none",) not in given and self._shared is None
+        return (type(self), self._quantiser.sign, self._largest, *given.pop()) if fits else None
+
+    def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
+        """See ``ShardCoder``."""
+        rows, constants = [], self._constants
+        for shard in shards:
+            plan = shard.coder
+            if not isinstance(plan, LevelPlan) or constants is None or plan._constants != constants:
+                return None
+            place = shard.start, shard.numel, shard.at, len(plan._norms), plan._body, shard.peer, shard.number
+            rows.append((*place, *plan._quantiser.planes.places(0).tolist()))
+        return Shards.of(rows, shards, device)
+
+    def encode_shards(
+        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
+    ) -> None:
+        """See ``ShardCoder``."""
+        assert self._fast
+        given = self._pieces[0].kernel_arguments or ()
+        inputs = vector.numpy(), shards.table.numpy(), messages.view(-1).numpy(), np.uint64(key)
+        self._fast.encode_shards(*inputs, *given, self._quantiser.top, self._largest, keep)
+
+    def decode_shards(
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+    ) -> None:
+        """See ``ShardCoder``."""
+        assert self._fast
+        given = self._pieces[0].kernel_arguments or ()
+        inputs = messages.view(-1).numpy(), shards.table.numpy(), out.numpy(), np.float32(weight), accumulate
+        numbers = np.int32(self._quantiser.sign), self._quantiser.top
+        self._fast.decode_shards(*inputs, *given, *numbers)
 
     @abstractmethod
     def norms_of(self, numbers: Tensor) -> Tensor:

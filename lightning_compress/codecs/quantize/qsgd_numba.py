@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_compress.codecs.quantize.levels_numba import add_row, fit, pack, step
+from lightning_compress.core.random_numba import shard_state
 from lightning_compress.kernels.numba import kernel, simd
 
 LANES = simd.LANES
@@ -78,3 +79,27 @@ def decode(bodies, places, sign, steps, width, out, accumulate):
             step_row[:] = steps[message, bucket]
             for index in range(first, first + width, LANES):
                 add_row(out, index, bodies[message], places, index, step_row, 0, _NOTHING, sign)
+
+
+@kernel
+def encode_shards(vector, rows, messages, key, width, top, limit, keep):
+    """Encode the shards of ``rows``; see ``LevelPlan.shards`` and ``encode``."""
+    for row in range(len(rows)):
+        start, numel, at, blocks, first = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
+        part, norms = vector[start : start + numel], messages[at : at + 4 * blocks].view(np.float32)
+        state = shard_state(key, rows[row, 5], rows[row, 6])
+        body, places = messages[at + first :], rows[row, 7:]
+        encode(part, width, top, limit, state, np.int16(0), body, places, norms, keep)
+        messages[at + 4 * blocks : at + first] = 0
+
+
+@kernel
+def decode_shards(messages, rows, out, weight, accumulate, width, sign, top):
+    """Decode the shards of ``rows``, each from its own message; see ``LevelPlan.shards`` and ``decode``."""
+    for row in range(len(rows)):
+        start, numel, at, blocks, first = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
+        norms, steps = messages[at : at + 4 * blocks].view(np.float32), np.empty((1, blocks), np.float32)
+        for block in range(blocks):
+            steps[0, block] = step(norms[block], top) * weight
+        bodies, places, part = messages[at + first :].reshape(1, -1), rows[row, 7:], out[start : start + numel]
+        decode(bodies, places, sign, steps, width, part, accumulate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_compress.codecs.quantize.levels_numba import add_row, fit, pack, pack_one, step, unpack_one
+from lightning_compress.core.random_numba import shard_state
 from lightning_compress.kernels.numba import kernel, simd
 
 TILE = simd.LANES
@@ -175,3 +176,27 @@ def _add_rest(tile, body, places, sign, shift, steps, block, columns):
         code = np.int32(unpack_one(body, places, index))
         level = np.float32((code ^ sign) - sign)
         tile[row * TILE + column] += (level + shift) * steps[block + column]
+
+
+@kernel
+def encode_shards(vector, rows, messages, key, signs, shift, tile, top, limit, keep):
+    """Encode the shards of ``rows``; see ``LevelPlan.shards`` and ``encode``."""
+    for row in range(len(rows)):
+        start, numel, at, blocks, first = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
+        part, norms = vector[start : start + numel], messages[at : at + 4 * blocks].view(np.float32)
+        state = shard_state(key, rows[row, 5], rows[row, 6])
+        body, places = messages[at + first :], rows[row, 7:]
+        encode(part, signs, shift, tile, top, limit, state, np.int16(0), body, places, norms, keep)
+        messages[at + 4 * blocks : at + first] = 0
+
+
+@kernel
+def decode_shards(messages, rows, out, weight, accumulate, signs, shift, tile, sign, top):
+    """Decode the shards of ``rows``, each from its own message; see ``LevelPlan.shards`` and ``decode``."""
+    for row in range(len(rows)):
+        start, numel, at, blocks, first = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
+        norms, steps = messages[at : at + 4 * blocks].view(np.float32), np.empty((1, blocks), np.float32)
+        for block in range(blocks):
+            steps[0, block] = step(norms[block], top) * weight
+        bodies, places, part = messages[at + first :].reshape(1, -1), rows[row, 7:], out[start : start + numel]
+        decode(bodies, places, sign, steps, signs, shift, tile, part, accumulate)

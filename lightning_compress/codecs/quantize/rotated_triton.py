@@ -108,14 +108,14 @@ class Rotation:
             _decode[grid](*inputs, *shape, block, bits, accumulate, len(messages), whole, **options)
 
     def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
-        """See ``ShardKernel``."""
+        """See ``ShardCoder``."""
         block, bits = len(self.signs), self.bits
-        if any(not isinstance(each.kernel, Rotation) or len(each.kernel.signs) != block for each in shards):
+        if any(not isinstance(each.coder, Rotation) or len(each.coder.signs) != block for each in shards):
             return None
         rows = []
         for slot, shard in enumerate(shards):
             count = -(-shard.numel // block)
-            body = cast(Rotation, shard.kernel).body
+            body = cast(Rotation, shard.coder).body
             place = shard.start, shard.numel, count, shard.at, body, *later_planes(count * block, bits)
             for (programs,), (begin, columns), whole, _ in _launches(shard.numel, block, _WARPS_TO_ENCODE):
                 parts = RUN // columns
@@ -126,7 +126,7 @@ class Rotation:
     def encode_shards(
         self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
     ) -> None:
-        """See ``ShardKernel``."""
+        """See ``ShardCoder``."""
         first, second, both = sources(vector, summands)
         inputs = first, second, vector, messages, shards.table, self.signs, self._rests(shards), signed(key)
         constants = _columns(len(self.signs)), len(self.signs), self.bits, both, keep, shards.aligned
@@ -135,7 +135,7 @@ class Rotation:
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
     ) -> None:
-        """See ``ShardKernel``."""
+        """See ``ShardCoder``."""
         rows = 1 if skip is None else len(messages)
         inputs = messages, messages.stride(0), shards.table, out, self.signs, self._rests(shards), weight
         constants = _columns(len(self.signs)), len(self.signs), self.bits, accumulate, rows, shards.aligned

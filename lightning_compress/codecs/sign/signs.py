@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.codec import KernelPlan, Plan, aligned
+from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, Shards, aligned
 from lightning_compress.codecs.packing.bits import block_shape, pack, packed_size, unpack
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.workspace import chunk_size, pieces, scratch
+from lightning_compress.kernels import Summands
 
 WORD = 32
 """Bits that the CPU kernels write at a time. They handle blocks that begin and end at a multiple of it."""
@@ -61,6 +63,7 @@ class SignPlan(Plan):
                 last, end = block + part.stop - part.start, element + (part.stop - part.start) * length
                 parts.append((slice(block, last), slice(element, end), by_kernel))
                 block, element = last, end
+        self._fast: Any = fast
         if fast:
             self._move, self._add = (fast.scale_signs if values == 1 else fast.split_signs), fast.add_signs
         self._values = torch.empty(values, block, dtype=torch.float32, device=device)
@@ -107,6 +110,37 @@ class SignPlan(Plan):
                 unpack(message[packed], self._floats[: 8 * (packed.stop - packed.start)])
                 signs = self._floats[elements.start % 8 :][: rows.numel()].view(rows.shape)
                 rows.addcmul_(signs, one).addcmul_(signs.sub_(1), zero, value=-1)  # one of the products is 0
+
+    @property
+    def _constants(self) -> tuple[object, ...] | None:
+        """What the kernel of all pieces depends on, besides their lengths; None if there is no such kernel."""
+        sizes = {(part.stop - part.start) // (blocks.stop - blocks.start) for blocks, part, _, _ in self._pieces}
+        fits = len(sizes) == 1 and all(by_kernel for *_, by_kernel in self._pieces)
+        return (len(self._values), sizes.pop()) if fits else None
+
+    def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
+        """See ``ShardCoder``."""
+        rows, constants = [], self._constants
+        for shard in shards:
+            plan = shard.coder
+            if not isinstance(plan, SignPlan) or constants is None or plan._constants != constants:
+                return None
+            rows.append((shard.start, shard.numel, shard.at, plan._values.shape[1], plan._bits))
+        return Shards.of(rows, shards, device)
+
+    def encode_shards(
+        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
+    ) -> None:
+        """See ``ShardCoder``."""
+        inputs = vector.numpy(), shards.table.numpy(), messages.view(-1).numpy(), len(self._values)
+        self._fast.encode_shards(*inputs)
+
+    def decode_shards(
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+    ) -> None:
+        """See ``ShardCoder``."""
+        inputs = messages.view(-1).numpy(), shards.table.numpy(), out.numpy(), np.float32(weight), accumulate
+        self._fast.decode_shards(*inputs, len(self._values))
 
     def _packed(self, elements: slice) -> slice:
         """Return the slice of a message with the bits of these elements."""

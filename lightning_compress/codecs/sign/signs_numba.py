@@ -87,3 +87,31 @@ def add_signs(bits, high, low, out, accumulate):
                     simd.write_chosen(out, index, bits[message, index // 32], one, other)
                 else:
                     simd.add_chosen(out, index, bits[message, index // 32], one, other)
+
+
+@kernel
+def encode_shards(vector, rows, messages, kinds):
+    """Encode the shards of ``rows``, with one value per block or two; see ``SignPlan.shards``."""
+    for row in range(len(rows)):
+        start, numel, at, blocks, first = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
+        values = messages[at : at + 4 * kinds * blocks].view(np.float32).reshape(kinds, blocks)
+        bits = messages[at + first : at + first + numel // 8].view(np.uint32)
+        if kinds == 1:
+            scale_signs(vector[start : start + numel], bits, values)
+        else:
+            split_signs(vector[start : start + numel], bits, values)
+        messages[at + 4 * kinds * blocks : at + first] = 0
+
+
+@kernel
+def decode_shards(messages, rows, out, weight, accumulate, kinds):
+    """Decode the shards of ``rows``, each from its own message; see ``SignPlan.shards`` and ``add_signs``."""
+    for row in range(len(rows)):
+        start, numel, at, blocks, first = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
+        values = messages[at : at + 4 * kinds * blocks].view(np.float32).reshape(kinds, blocks)
+        high, low = np.empty((1, blocks), np.float32), np.empty((1, blocks), np.float32)
+        for block in range(blocks):
+            high[0, block] = values[0, block] * weight
+            low[0, block] = -high[0, block] if kinds == 1 else values[1, block] * weight
+        bits = messages[at + first : at + first + numel // 8].view(np.uint32).reshape(1, -1)
+        add_signs(bits, high, low, out[start : start + numel], accumulate)
