@@ -20,6 +20,14 @@ def pytest_report_header():
     return f"turn {TURN}: {VARIABLE}={TURN} repeats it in another week"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes():
+    """Workers, which each would import everything, are forks."""
+    from tests.helpers.workers import fork_workers
+
+    fork_workers()
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that are not wanted are left out
 def pytest_collection_modifyitems(items):
     mark_thorough(items)
