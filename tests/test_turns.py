@@ -74,3 +74,15 @@ def test_any_two_values_meet_in_every_turn_and_turns_differ(monkeypatch):
         assert {row[1:] for row in cover} == set(product(range(5), (True, False)))
         assert len(cover) <= 24
     assert covers[0] != covers[1]
+
+
+@pytest.mark.parametrize(("share", "count"), [*product([2, 3, 4, 6, 12], [2, 3, 4])])
+def test_every_size_of_every_name_has_its_turn(monkeypatch, share, count):
+    """Of names that take turns themselves, too."""
+    monkeypatch.setattr(turns, "EVERY", {"folder": share})
+    names, sizes, taken = [f"tests/folder/test_it.py::test_it[{each}]" for each in range(24)], range(count), set()
+    for turn in range(144):
+        run = run_in(turn, names, monkeypatch)
+        pairs = turns.by_turns(names, sizes, 1)
+        taken |= {each.values for each in pairs if not each.marks and each.values[0] in run}
+    assert taken == {*product(names, sizes)}
