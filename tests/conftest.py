@@ -22,10 +22,11 @@ def pytest_report_header():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes():
-    """Workers, which each would import everything, are forks."""
-    from tests.helpers.workers import fork_workers
+    """Workers, which each would import everything, are forks; but CUDA takes no fork."""
+    if not torch.cuda.is_available():
+        from tests.helpers.workers import fork_workers
 
-    fork_workers()
+        fork_workers()
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not wanted are left out
