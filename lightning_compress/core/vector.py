@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, repeat
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -136,6 +136,11 @@ class Vector:
             gradients, self.factors = self.split(self.gradient), None
             torch._foreach_mul_(gradients, list(factors(gradients).unbind()))
 
+    @cached_property
+    def bucket(self) -> Adjacent | None:
+        """Where the pieces lie if they fill one piece of memory."""
+        return adjacent(self.pieces)
+
     @property
     def starts(self) -> tuple[int, ...]:
         """The first element of each piece in a vector."""
@@ -144,7 +149,7 @@ class Vector:
     def _gather(self, coded: tuple[int, ...], treated: tuple[int, ...], codes: Tensor) -> None:
         """Copy the gradients to ``gradient``, zeros if one is not finite, and add the errors."""
         self.gradient = out = self.take("gradient")
-        together, segments = adjacent(self.pieces), Segments(self.starts, self.sizes, coded, treated)
+        together, segments = self.bucket, Segments(self.starts, self.sizes, coded, treated)
         if self.fused and together:
             self.fused.gather(
                 together.first, segments._replace(sources=together.places), codes, out, self.limit, self.flag
@@ -233,7 +238,7 @@ class Vector:
         if self.scale is None and self.pieces[0].dtype == torch.float16:  # a residual can exceed its range
             torch._foreach_clamp_min_(self.means, -_LARGEST_HALF)
             torch._foreach_clamp_max_(self.means, _LARGEST_HALF)
-        if self.fused and self.mean is not None and (together := adjacent(self.pieces)):
+        if self.fused and self.mean is not None and (together := self.bucket):
             self.fused.scatter(self.mean, together.places, self.sizes, self.flag, together.first, self.rows)
             return
         assert self.rows is None

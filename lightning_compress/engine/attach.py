@@ -32,6 +32,8 @@ log = logging.getLogger("lightning_compress")
 
 BUCKET_CAP_MB = 5
 """Bucket size on CPUs where the user names none: backward goes on while these are encoded and travel."""
+GPU_BUCKET_CAP_MB = 100
+"""The same on GPUs, where starting a bucket's kernels costs more than their work."""
 _FIRST_BUCKET = 1 << 20
 """Bytes of DistributedDataParallel's first bucket, unless the user set a cap."""
 
@@ -52,7 +54,8 @@ def attach(
     configured.
 
     Args:
-        ddp: the model. On CPUs, ``bucket_cap_mb=5`` suits compressed messages better than its default of 25.
+        ddp: the model. On CPUs, ``bucket_cap_mb=5`` suits compressed messages better than its default of 25, and on
+            GPUs 100.
         compressor: see ``CompressedDDPStrategy``.
         exchange: see ``CompressedDDPStrategy``.
         scale: returns the factor of the loss, so that residuals survive a change of it; None if there is no scaler.
@@ -237,11 +240,18 @@ def compression_of(
     )
 
 
-def own_bucket_cap_mb(ranks: int) -> int | None:
-    """Return the bucket size for so many ranks that compress on this machine's CPUs, if the user names none.
+def own_bucket_cap_mb(ranks: int, device: str = "cpu") -> int | None:
+    """Return the bucket size for so many ranks that compress on this machine, if the user names none.
 
-    None means DistributedDataParallel's default: where ranks share cores, smaller buckets only cost more calls.
+    None means DistributedDataParallel's default: where ranks share cores, smaller buckets only cost more calls. The
+    size never follows from a measured link, because other buckets would draw other random numbers.
+
+    Args:
+        ranks: on this machine.
+        device: type of device that compresses.
     """
+    if device != "cpu":
+        return GPU_BUCKET_CAP_MB
     return BUCKET_CAP_MB if ranks <= (os.cpu_count() or 1) else None
 
 

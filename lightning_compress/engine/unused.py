@@ -21,7 +21,7 @@ from lightning_compress import kernels
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Segment
 from lightning_compress.core.state import State
-from lightning_compress.core.vector import Rows, Stage, Vector, adjacent
+from lightning_compress.core.vector import Rows, Stage, Vector
 from lightning_compress.exchanges.composite import EXCHANGE
 from lightning_compress.exchanges.head import Marks
 from lightning_compress.exchanges.message import Section
@@ -265,7 +265,7 @@ class FusedUnused(Unused):
             super()._clear(blocks, mask, vector, mixed)
             return
         table = self._tables[id(blocks)]
-        if mixed and not self._states and vector.fused and adjacent(vector.pieces):  # then none is kept
+        if mixed and not self._states and vector.fused and vector.bucket:  # then none is kept
             vector.rows = Rows(*self._rows(len(vector.pieces)), mask)
             return
         targets = (vector.mean, vector.made()) if mixed and self._states else (vector.mean,)

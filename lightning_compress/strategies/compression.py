@@ -92,10 +92,9 @@ class CompressionMixin(_Base):
         self._resume = Resume(state, strict_state)
 
     def _choose_bucket_cap(self) -> None:
-        """Choose buckets for DistributedDataParallel, smaller than its own on CPUs, unless the user has."""
-        on_cpu = self.root_device.type == "cpu"
-        if on_cpu and not self._settings.plain and self._ddp_kwargs.get("bucket_cap_mb") is None:
-            self._ddp_kwargs["bucket_cap_mb"] = own_bucket_cap_mb(self.num_processes)
+        """Choose buckets for DistributedDataParallel, unless the user has."""
+        if not self._settings.plain and self._ddp_kwargs.get("bucket_cap_mb") is None:
+            self._ddp_kwargs["bucket_cap_mb"] = own_bucket_cap_mb(self.num_processes, self.root_device.type)
 
     @property
     @abstractmethod

@@ -1,9 +1,12 @@
 """What averaging a bucket starts on a GPU: as many kernels and collectives for any number of ranks."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
-from benchmarks.launches import calls, launches
+from benchmarks.launches import CASES, calls, launches
 
 pytest.importorskip("triton")
 
@@ -83,3 +86,13 @@ def test_a_step_of_resnet50():
 def test_calls_hardly_grow_with_the_ranks(method, device):
     few, many = (calls(method, "two_shot", ranks, device) for ranks in (2, 32))
     assert many <= 1.1 * few
+
+
+def test_the_page_has_these_counts():
+    page = (Path(__file__).parents[2] / "docs" / "results" / "gpu.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\d+) \| \d+ \| (\d+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    assert len(rows) == len(CASES)
+    for method, exchange, ranks, count, said in rows:
+        assert total(method, exchange, int(ranks)) == int(count)
+        if method not in ("powersgd", "bf16"):  # whose operations PyTorch's version decides
+            assert calls(method, exchange, int(ranks)) <= 1.1 * int(said.replace(",", ""))
