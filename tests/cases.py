@@ -122,7 +122,7 @@ RANGE_FLOATS = (
 )
 
 CASES = [
-    Case("none", Dense(), _floats(4), lossless=Dense(), reference=_plain(reference.dense), triton=({},)),
+    Case("none", Dense(), _floats(4), lossless=Dense(), reference=_plain(reference.dense), numba=({},), triton=({},)),
     Case(
         "fp16",
         FP16(),

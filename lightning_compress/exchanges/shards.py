@@ -38,11 +38,13 @@ class ShardMessages:
     Args:
         together: of each section: what encodes shards together, which ones, and whether what encoding leaves is kept.
         alone: all other shards, such as a last one whose last block is shorter.
+        adds: the coders add two summands while they encode.
         meter: records encoding and decoding time.
     """
 
     together: Sequence[tuple[ShardCoder, Shards, bool]]
     alone: Sequence[_Alone]
+    adds: bool
     meter: Meter
 
     @classmethod
@@ -59,16 +61,17 @@ class ShardMessages:
         for peer, plan, place in messages:
             for number, (section, span, part, first, kept) in enumerate(plan.parts):
                 by_section.setdefault(section, []).append(_Alone(span, part, place + first, peer, number, kept))
+        adds = kernels.compiler(device) == "triton"
         together, alone = [], []
         for shards in by_section.values():
-            several = len(messages) > 1 or kernels.compiler(device) == "triton"
+            several = len(messages) > 1 or adds
             count = next(
                 (n for n in (len(shards), len(shards) - 1) if n and several and _planned(shards[:n], device)), 0
             )
             if planned := _planned(shards[:count], device):
                 together.append((*planned, shards[0].kept))
             alone += shards[count:]
-        return cls(together, alone, meter)
+        return cls(together, alone, adds, meter)
 
     @property
     def calls(self) -> int:
@@ -77,12 +80,16 @@ class ShardMessages:
 
     def encode(self, vector: Tensor, messages: Tensor, key: int, keep: bool, summands: Summands = None) -> None:
         """Encode the shards of a vector; see ``MessagePlan.encode``. ``key`` lacks the peer."""
+        keep = keep or summands is not None or self.meter.sampling
         with self.meter.encode:
+            if summands is not None and not self.adds:
+                torch.add(*summands, out=vector)
+                summands = None
             for coder, shards, fed_back in self.together:
-                kept = keep or fed_back or summands is not None or self.meter.sampling
+                kept = keep or fed_back
                 coder.encode_shards(vector, summands, messages, shards, key, kept)
             for each in self.alone:
-                kept = keep or each.kept or summands is not None or self.meter.sampling
+                kept = keep or each.kept
                 own, added = mix(each.peer, key=key), summands and (summands[0][each.span], summands[1][each.span])
                 own = mix(own, -each.number) if each.number else own
                 encode_by(each.plan, vector[each.span], each.message(messages), own, kept, added)
