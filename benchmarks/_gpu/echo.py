@@ -43,7 +43,7 @@ class EchoCollective(Collective):
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """What this rank sends to the next one, in every row: what it sends to itself may never have been encoded."""
-        _wide(receive).copy_(_wide(send[self.size > 1]).expand(self.size, -1))
+        _wide(receive).copy_(_wide(send[int(self.size > 1)]).expand(self.size, -1))
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         """A peer sends what it is sent.

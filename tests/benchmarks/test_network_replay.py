@@ -48,7 +48,7 @@ def test_traces_are_of_whole_steps(recorded):
         "DDP": {2},  # before the all-reduce, and after it
         "PyTorch bf16": {2},
         "bf16": {3},  # before the all-reduce has begun, until it is waited for, and after it
-        "onebit": {5},  # around a vote on what none uses and an all-gather, both begun, then waited for
+        "onebit": {3},  # around an all-gather, begun and then waited for, whose heads tell what none uses
         "powersgd 1": {5},  # around the vote and two all-reduces
     }
 
