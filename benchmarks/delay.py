@@ -14,11 +14,8 @@ import argparse
 import itertools
 import json
 import logging
-import multiprocessing
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._arguments import above_zero, file_to_write, positive
 from benchmarks._digits import digits
+from benchmarks.harness.launch import run_beside
 from lightning_compress import Compression, attach
 
 METHODS: dict[str, Any] = {
@@ -100,20 +98,16 @@ def loss(method: str, delay: int, rate: float, steps: int, seed: int) -> float:
         return float(nn.functional.cross_entropy(module(images), labels))
 
 
-def rank_main(rank: int, given: argparse.Namespace, folder: str) -> None:
-    """Measure on one rank; rank 0 writes what it found."""
-    torch.set_num_threads(1)
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Measure on one rank: ``ms`` by method and delay, and ``loss``, by learning rate as well."""
     logging.getLogger("lightning_compress").setLevel(logging.WARNING)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given.ranks)
     seconds = given.computing_ms / 1e3, given.exchange_ms / 1e3
     times = {method: [step_ms(method, delay, *seconds) for delay in (0, 1)] for method in ("float32", "rotated")}
     losses: dict[str, list[dict[float, float]]] = {method: [{}, {}] for method in METHODS}
     for method, delay, rate in itertools.product(METHODS, (0, 1), RATES):
         runs = [loss(method, delay, rate, given.steps, seed) for seed in range(given.seeds)]
         losses[method][delay][rate] = statistics.mean(runs)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps({"ms": times, "loss": losses}))
-    dist.destroy_process_group()
+    return {"ms": times, "loss": losses}
 
 
 def main() -> None:
@@ -126,14 +120,7 @@ def main() -> None:
     parser.add_argument("--exchange-ms", type=above_zero, default=80.0)
     parser.add_argument("--json", type=file_to_write, help="write the figures here")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        processes = [context.Process(target=rank_main, args=(rank, given, folder)) for rank in range(given.ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        found = json.loads(Path(folder, "found.json").read_text())
+    found = run_beside(given.ranks, measure, given)[0]
     title = f"computing {given.computing_ms:g} ms, exchange {given.exchange_ms:g} ms, {given.ranks} ranks"
     table = Table("method", "delay 0", "delay 1", "step over computing, 0 and 1", "faster", title=title)
     for method, (now, late) in found["ms"].items():

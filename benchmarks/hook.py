@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._arguments import file_to_write, positive
 from benchmarks._gpu.echo import EchoCollective
 from benchmarks._network.hooks import PYTORCH
+from benchmarks.harness.launch import run_beside
 from lightning_compress.collectives import TorchCollective, World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.engine.attach import compression_of
@@ -151,10 +149,8 @@ def _core_seconds(work: Callable[..., object], *arguments: Any) -> float:
     return time.thread_time() - start
 
 
-def rank_main(rank: int, ranks: int, steps: int, batch: int, folder: str) -> None:
-    """Measure on one rank; rank 0 writes the times."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+def measure(steps: int, batch: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Measure on one rank: the times of each model's steps, and those of what makes a step safe."""
     torch.manual_seed(0)
     models: dict[str, Callable[[], nn.Module]] = {
         "DDP": lambda: DistributedDataParallel(ResNet(20)),
@@ -175,11 +171,7 @@ def rank_main(rank: int, ranks: int, steps: int, batch: int, folder: str) -> Non
             elapsed = step(built[name], optimizers[name], images, labels)
             if number >= 3:  # buckets are rebuilt after the first step
                 times[name].append(elapsed)
-    parts = safety(steps, images, labels)
-    if rank == 0:
-        Path(folder, "times.json").write_text(json.dumps(times))
-        Path(folder, "safety.json").write_text(json.dumps(parts))
-    dist.destroy_process_group()
+    return times, safety(steps, images, labels)
 
 
 def main() -> None:
@@ -190,16 +182,7 @@ def main() -> None:
     parser.add_argument("--batch", type=positive, default=64, help="images a rank and step")
     parser.add_argument("--json", type=file_to_write, help="write the medians here")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        work = (arguments.ranks, arguments.steps, arguments.batch, folder)
-        context = multiprocessing.get_context("spawn")
-        processes = [context.Process(target=rank_main, args=(rank, *work)) for rank in range(arguments.ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        times: dict[str, list[float]] = json.loads(Path(folder, "times.json").read_text())
-        parts: dict[str, float] = json.loads(Path(folder, "safety.json").read_text())
+    times, parts = run_beside(arguments.ranks, measure, arguments.steps, arguments.batch)[0]
     medians = {name: statistics.median(values) for name, values in times.items()}
     # Of pairs, since what disturbs the machine disturbs neighbours alike.
     extra = {

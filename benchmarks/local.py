@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import statistics
-import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._local import LOCAL, ROTATED, Local
-from benchmarks.optimizers import OPTIMIZERS, Reading, read_results
+from benchmarks.harness.launch import run_beside
+from benchmarks.harness.training import descend
+from benchmarks.optimizers import OPTIMIZERS, Reading, read_results, work
 from lightning_compress import attach
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -56,15 +54,9 @@ def train(run: Run, task: Reading) -> dict[str, float]:
     trained = model if local else DistributedDataParallel(model)
     compression = attach(trained, **given, seed=run["seed"]) if isinstance(trained, DistributedDataParallel) else None
     optimizer = OPTIMIZERS["adamw"](model.parameters(), run["rate"])
-    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, run["steps"])
     generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())
-    for _ in range(run["steps"]):
-        optimizer.zero_grad()
-        trained(task.batch(generator)).backward()
-        optimizer.step()
-        falling.step()
-        if local is not None:
-            local.after()
+    after = local.after if local is not None else lambda: None
+    descend(lambda: trained(task.batch(generator)), optimizer, run["steps"], after=after)
     if local is not None:
         local.finish()
         sent, plain = local.bytes_sent, local.bytes_dense
@@ -73,20 +65,6 @@ def train(run: Run, task: Reading) -> dict[str, float]:
         sent, plain = compression.meter.bytes_sent, compression.meter.bytes_dense
         compression.close()
     return {"held_out": task.held_out_loss(model), "ratio": plain / sent, "seconds": time.perf_counter() - start}
-
-
-def work(rank: int, runs: list[Run], root: Path, results: Path, store: str) -> None:
-    """All runs, one after the other, on one rank; rank 0 writes down each result."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=30))
-    task = Reading(root)
-    for number, run in enumerate(runs):
-        figures = train(run, task)
-        if rank == 0:
-            results.write_text(json.dumps(read_results(results) | {name(run): figures}, indent=2))
-            said = f"held-out loss {figures['held_out']:.4f}, {figures['seconds']:.0f} s"
-            print(f"{number + 1}/{len(runs)} {name(run)}: {said}", flush=True)
-    dist.destroy_process_group()
 
 
 def name(run: Run) -> str:
@@ -150,9 +128,8 @@ def main() -> None:
     if missing and not given.show:
         if given.root is None:
             parser.error("--root is needed to train")
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (missing, given.root, given.json, f"file://{folder}/store")
-            torch.multiprocessing.spawn(work, arguments, RANKS)  # type: ignore[attr-defined, no-untyped-call]
+        todo = [run | {"name": name(run), "model": "lstm"} for run in missing]
+        run_beside(RANKS, work, todo, given.root, given.json, train, 4)
     show(rows(read_results(given.json), runs), given.csv)
 
 

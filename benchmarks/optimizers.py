@@ -24,16 +24,13 @@ import argparse
 import json
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -45,6 +42,8 @@ from benchmarks._optimizers import training
 from benchmarks._optimizers.stages import STAGES
 from benchmarks._runs import append
 from benchmarks._teacher import MLP, Teacher
+from benchmarks.harness.launch import run_beside
+from benchmarks.harness.training import descend
 from lightning_compress import attach
 from lightning_compress.contrib.exchanges.binomial import Binomial
 from lightning_compress.exchanges import AllGather, Pattern, TwoShot
@@ -146,6 +145,8 @@ class Learning:
 
 
 TASKS = {"lstm": Reading, "mlp": Learning}
+Train = Callable[[Run, Any], dict[str, float]]
+"""Gets a run and its task."""
 
 
 def train(run: Run, task: Reading | Learning) -> dict[str, float]:
@@ -156,16 +157,8 @@ def train(run: Run, task: Reading | Learning) -> dict[str, float]:
     ddp = DistributedDataParallel(model)
     compression = attach(ddp, exchange=EXCHANGES[run["exchange"]], **METHODS[run["method"]], seed=run["seed"])
     optimizer = OPTIMIZERS.get(run["method"], OPTIMIZERS[run["optimizer"]])(model.parameters(), run["rate"])
-    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, run["steps"])
     generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())
-    losses = []
-    for _ in range(run["steps"]):
-        optimizer.zero_grad()
-        loss = ddp(task.batch(generator))
-        loss.backward()
-        optimizer.step()
-        falling.step()
-        losses.append(loss.detach())
+    losses = descend(lambda: ddp(task.batch(generator)), optimizer, run["steps"])
     last = torch.stack(losses[-LAST:]).mean()
     dist.all_reduce(last)
     stats = compression.stats()
@@ -178,19 +171,23 @@ def train(run: Run, task: Reading | Learning) -> dict[str, float]:
     }
 
 
-def work(rank: int, runs: list[Run], root: Path, results: Path, store: str) -> None:
-    """All runs, one after the other, on one rank; rank 0 writes down each result."""
-    torch.set_num_threads(1)
-    ranks = runs[0]["ranks"]
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=5))
+def work(runs: list[Run], root: Path, results: Path, trained: Train = train, digits: int = 3) -> None:
+    """All runs, one after the other, on one rank; rank 0 writes down each result.
+
+    Args:
+        runs: each with its ``name``, and ``model``, one of ``TASKS``, which is the same for all.
+        root: of the task's data.
+        results: a JSON file.
+        trained: what a run is.
+        digits: of the losses that are printed.
+    """
     task = TASKS[runs[0]["model"]](root)
     for number, run in enumerate(runs):
-        figures = train(run, task)
-        if rank == 0:
+        figures = trained(run, task)
+        if dist.get_rank() == 0:
             results.write_text(json.dumps(read_results(results) | {run["name"]: figures}, indent=2))
-            said = f"held-out loss {figures['held_out']:.3f}, {figures['seconds']:.0f} s"
+            said = f"held-out loss {figures['held_out']:.{digits}f}, {figures['seconds']:.0f} s"
             print(f"{number + 1}/{len(runs)} {run['name']}: {said}", flush=True)
-    dist.destroy_process_group()
 
 
 def read_results(path: Path) -> dict[str, dict[str, float]]:
@@ -303,9 +300,7 @@ def main() -> None:
     ]
     missing = [run for run in runs if run["name"] not in read_results(arguments.json)]
     if missing:
-        with tempfile.TemporaryDirectory() as folder:
-            work_arguments = (missing, arguments.root, arguments.json, f"file://{folder}/store")
-            torch.multiprocessing.spawn(work, work_arguments, arguments.ranks)  # type: ignore[attr-defined, no-untyped-call]
+        run_beside(arguments.ranks, work, missing, arguments.root, arguments.json)
     Console().print(table(read_results(arguments.json), runs))
 
 

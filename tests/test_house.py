@@ -159,6 +159,13 @@ def test_recipes_can_be_copied_without_benchmarks():
             assert not {module.partition(".")[0] for module in imports(path)} & beyond, path
 
 
+def test_tests_of_the_package_use_public_parts_of_benchmarks():
+    """What both share is in ``benchmarks/harness``."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        if not path.is_relative_to(ROOT / "tests" / "benchmarks"):
+            assert not re.search(r"benchmarks\.(\w+\.)*_|from benchmarks import\s_", path.read_text()), path
+
+
 def test_files_and_functions_are_small():
     for path in SOURCES:
         assert len(path.read_text().splitlines()) <= 400, path

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks._digits import digits
 from benchmarks._gossip import training
-from benchmarks.harness.lab import die_with_parent
+from benchmarks.harness.launch import run_beside
 from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.contrib.asynchronous.pairwise import PairwiseAverage
 from lightning_compress.core.random import mix
@@ -129,20 +124,13 @@ def run(job: Job) -> dict[str, Any]:
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; the others are killed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        given = (Path(folder), job)
-        torch.multiprocessing.start_processes(_rank, given, job.ranks, start_method="fork")  # type: ignore[attr-defined, no-untyped-call]
-        told = [json.loads(Path(folder, f"rank{rank}").read_text()) for rank in range(job.ranks)]
+    told = run_beside(job.ranks, _rank, job, start="fork")
     found: dict[str, Any] = {name: [each[name] for each in told] for name in ("steps", "seconds", "stats")}
     return {**found, **told[0]["test"]}
 
 
-def _rank(rank: int, folder: Path, job: Job) -> None:
-    die_with_parent()
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, rank=rank, world_size=job.ranks, timeout=timedelta(minutes=10))
+def _rank(job: Job) -> dict[str, Any]:
+    rank = dist.get_rank()
     data = Pictures(job.root, job.seed, job.ranks) if job.root else Digits(job.seed)
     model = data.network()
     optimizer = torch.optim.SGD(model.parameters(), job.rate, momentum=0.9, weight_decay=data.decay)
@@ -172,9 +160,7 @@ def _rank(rank: int, folder: Path, job: Job) -> None:
     loss, accuracy = (0.0, 0.0) if rank else data.test(model)  # all have the same model now
     figures = {name: each for name, each in gossip.stats().items() if isinstance(each, float)}
     gossip.close()
-    told = {"steps": steps, "seconds": seconds, "stats": figures, "test": {"loss": loss, "accuracy": accuracy}}
-    Path(folder, f"rank{rank}").write_text(json.dumps(told))
-    dist.destroy_process_group()
+    return {"steps": steps, "seconds": seconds, "stats": figures, "test": {"loss": loss, "accuracy": accuracy}}
 
 
 def _numbers(gossip: Gossip | AsyncGossip, rank: int, job: Job, begun: float) -> Iterator[int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from benchmarks._language import CharLSTM, CharTransformer, excerpts, read_text
 from benchmarks._local import Local
 from benchmarks._optimizers.stages import DENSE, RATES, SETTINGS, Stage
+from benchmarks.harness.training import descend
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import Collective, run_threads
 from lightning_compress.engine.compression import Compression
@@ -107,21 +108,17 @@ def _train(
     averaging = (_Changes if "rounds" in given else _Gradients)(model, given, collective)
     optimizer = _optimizer(model, setting, stage)
     averaging.stepped_by(optimizer)
-    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, stage.steps)
-    losses = []
-    for _ in range(stage.steps):
-        optimizer.zero_grad()
-        loss = model(excerpts(text, BATCH, LENGTH, generator))
-        loss.backward()
-        averaging.before()
-        optimizer.step()
-        averaging.after()
-        falling.step()
-        losses.append(float(loss.detach()))
+    losses = descend(
+        lambda: model(excerpts(text, BATCH, LENGTH, generator)),
+        optimizer,
+        stage.steps,
+        before=averaging.before,
+        after=averaging.after,
+    )
     last, run = averaging.end()
     return {
         "model": model,
-        "training": sum(losses[-LAST:]) / LAST,
+        "training": sum(map(float, losses[-LAST:])) / LAST,
         "message_bits": message_bits(averaging.settings, model) / averaging.every,
         "bits": 32.0 if setting == DENSE else 32 * last,
         "run_bits": 32.0 if setting == DENSE else 32 * run,

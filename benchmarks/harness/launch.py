@@ -1,4 +1,4 @@
-"""Start a process in each rank's namespace, and wait for all, or for the first that fails."""
+"""Start the ranks, in namespaces or side by side, and wait for all, or for the first that fails."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+import torch.multiprocessing
+
 from benchmarks.harness.lab import Here, Lab, die_with_parent
+from benchmarks.harness.rank import join
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """For glibc, which would give gradients' memory back in some runs and not in others: page faults then take up to 10 ms
@@ -81,3 +86,33 @@ def first_failed(processes: list[subprocess.Popen[bytes]]) -> int | None:
         if None not in codes:
             return None
         time.sleep(0.05)
+
+
+def run_beside(ranks: int, work: Callable[..., Any], *given: Any, start: str = "spawn") -> list[Any]:
+    """What ``work(*given)`` returns on each rank, a process of a Gloo group on this machine; as JSON keeps it.
+
+    Args:
+        ranks: how many.
+        work: is called when the ranks have met.
+        *given: for ``work``.
+        start: "spawn"; or "fork", which spares imports, where this process has not computed with several threads, as
+            forks would wait for these in vain.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; the others are killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        told = (Path(folder), ranks, work, given)
+        torch.multiprocessing.start_processes(_rank_beside, told, ranks, start_method=start)  # type: ignore[attr-defined, no-untyped-call]
+        return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _rank_beside(rank: int, folder: Path, ranks: int, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    if sys.platform == "linux":
+        die_with_parent()
+    os.environ["GLOO_SOCKET_IFNAME"] = Here.interface
+    join(f"file://{folder}/store", rank, ranks)
+    found = work(*given)
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
