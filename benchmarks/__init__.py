@@ -2,15 +2,34 @@
 
 import sys
 
+MEPROP = "docs/results/backward.md has its figures; recipes train with backward=meprop"
 RETIRED = {
-    "benchmarks.correlated": "docs/decisions.md has its figures",
-    "benchmarks.duplex": "benchmarks.network measures collectives on a link",
-    "benchmarks.noise": "docs/results/more-ranks.md has its figures",
-    "benchmarks.staleness": "docs/async.md has its figures; benchmarks.asynchronous trains such ranks",
+    "14d387c5": {
+        "benchmarks.codecs --feedback": "benchmarks.step times a whole step",
+        "benchmarks.correlated": "docs/decisions.md has its figures",
+        "benchmarks.duplex": "benchmarks.network measures collectives on a link",
+        "benchmarks.noise": "docs/results/more-ranks.md has its figures",
+        "benchmarks.staleness": "docs/async.md has its figures; benchmarks.asynchronous trains such ranks",
+    },
+    "815420b5": {
+        "benchmarks.advise": "docs/results/predictions.md has its figures; benchmarks.time_to_target --part table "
+        "compares what advise predicts with measured steps, and benchmarks.choices what auto does",
+        "benchmarks.backward --accuracy": MEPROP,
+        "benchmarks.backward --recipes": MEPROP,
+        "benchmarks.delay": "docs/settings.md has its figures; benchmarks.network --set delay measures steps",
+        "benchmarks.gossip pairs": "docs/gossip.md has its figures; benchmarks.gossip network times AD-PSGD's steps",
+        "benchmarks.gossip toy": "docs/gossip.md has its figure, and tests/gossip/test_moniqua.py the toy",
+        "benchmarks.memory": "docs/results/cost.md has its figures; benchmarks.step tells bytes per parameter on a GPU",
+        "benchmarks.optimizers --stage": "docs/results/below-four-bits.md has its figures; --methods compares others",
+        "benchmarks.optimizers --markdown": "docs/results/below-four-bits.md has its figures",
+        "benchmarks.recovery": "docs/results/accuracy.md has its figures; recipes train with recovery=theta",
+    },
 }
-"""Studies that were needed once, and what there is in their place."""
+"""Studies that were needed once, by the last commit that has them, and what there is in their place."""
 
 if sys.argv[:1] == ["-m"]:  # Python looks for the module that it shall run
-    for word in sys.orig_argv:
-        if word in RETIRED:
-            sys.exit(f"{word} is no longer here: {RETIRED[word]}. Commit 14d387c5 is the last that has it.")
+    words = {word.partition("=")[0] for word in sys.orig_argv}
+    for commit, studies in RETIRED.items():
+        for study, instead in studies.items():
+            if words.issuperset(study.split()):
+                sys.exit(f"{study} is no longer here: {instead}. Commit {commit} is the last that has it.")

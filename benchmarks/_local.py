@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_compress.collectives import Collective
 from lightning_compress.periodic import LocalSGD
 from lightning_compress.periodic.sync_schedule import Rounds
 
@@ -46,23 +45,18 @@ class Local:
     Args:
         model: the same on all ranks.
         given: of ``LOCAL``.
-        ranks: where they are threads, and rounds have no delay; None: those of torch.distributed.
         **more: settings of the compression.
 
     Attributes:
-        settings: of the compression.
         every: local steps in a round.
     """
 
-    def __init__(
-        self, model: nn.Module, given: Mapping[str, Any], ranks: Collective | None = None, **more: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, given: Mapping[str, Any], **more: Any) -> None:
         settings = {"on_nonfinite": "pass", "check_drift_every": 100, **given, **more}
         rounds = settings.pop("rounds")
         timing = {"fragments": rounds.fragments, "delay": rounds.delay, "alpha": rounds.alpha}
         self._local, self.every = LocalSGD(rounds.sync_every, **timing, **settings), rounds.sync_every
-        self.settings = self._local.settings
-        self._local.start(model, ranks=ranks)
+        self._local.start(model)
         self.after, self.finish, self.close = self._local.after_step, self._local.finish, self._local.close
 
     @property

@@ -1,11 +1,8 @@
-"""Speed and accuracy of sparse backward passes (meProp) against PyTorch's own.
+"""Speed of sparse backward passes (meProp) against PyTorch's own.
 
     python -m benchmarks.backward                                # speed, on the CPU or --device cuda
     python -m benchmarks.backward --only 4096 --rounds 20        # cases whose label has this in it
     python -m benchmarks.backward --parts                        # what a sparse backward pass consists of
-    python -m benchmarks.backward --recipes --share 0.5 0.16      # whole steps of each recipe, CPU time of one thread
-    python -m benchmarks.backward --accuracy digits --k 80 5
-    python -m benchmarks.backward --accuracy cifar10 --data DIR
 
 Dense and sparse steps take turns in one process. Columns: the least milliseconds of each, their ratio, and the median
 of the rounds' ratios, of the backward pass alone and of the whole training step (forward, backward, SGD).
@@ -14,8 +11,6 @@ of the rounds' ratios, of the backward pass alone and of the whole training step
 from __future__ import annotations
 
 import argparse
-import itertools
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -23,7 +18,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks._arguments import above_zero, plain_errors, positive
-from benchmarks._backward import accuracy, recipes, speed
+from benchmarks._backward import speed
 
 CASES = [
     *(speed.linear(width, batch, 0.01) for width in (512, 1024, 2048, 4096) for batch in (32, 256, 1024)),
@@ -53,32 +48,13 @@ def main() -> None:
     """Measure what was asked for, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", default="", help="cases, or recipes, whose label contains this")
+    parser.add_argument("--only", default="", help="cases whose label contains this")
     parser.add_argument("--rounds", type=positive, default=30)
     parser.add_argument("--seconds", type=above_zero, default=6.0, help="of each case")
     parser.add_argument("--parts", action="store_true", help="the parts of one backward pass instead")
-    parser.add_argument("--recipes", action="store_true", help="whole steps of the recipes instead")
-    parser.add_argument("--share", type=float, nargs="+", default=[0.5], help="of the outputs that are kept there")
-    parser.add_argument("--steps", type=positive, default=60, help="of each training there")
-    parser.add_argument("--accuracy", choices=tuple(accuracy.SETS), help="accuracy of the paper's MLP instead")
-    parser.add_argument("--data", type=Path, help="folder that holds cifar-10-batches-bin/")
-    parser.add_argument("--k", type=positive, nargs="+", default=[80])
-    parser.add_argument("--memory", type=float, nargs="+", default=[0.0, 0.5])
-    parser.add_argument("--seeds", type=positive, default=3)
     given = parser.parse_args()
     console = Console(width=140)
-    if given.accuracy:
-        table = Table("data", "backward pass", "accuracy, %", "least to most", "to dense, points")
-        for row in accuracy.compare(given.accuracy, given.data, given.k, given.seeds, given.memory):
-            table.add_row(*row)
-    elif given.recipes:
-        table = Table(
-            "recipe", "k", *(f"{of} {what}" for of in ("backward", "step") for what in ("dense", "sparse", "x"))
-        )
-        for recipe, share in itertools.product(recipes.RECIPES, given.share):
-            if given.only in recipe:
-                table.add_row(*recipes.measure(recipe, share, given.steps))
-    elif given.parts:
+    if given.parts:
         table = Table("part", "ms", title="Linear 4096, batch 1024, k 41")
         for name, ms in speed.bounds(4096, 1024, 41):
             table.add_row(name, f"{ms:.2f}")
@@ -90,7 +66,7 @@ def main() -> None:
             if given.only in case.label:
                 table.add_row(*speed.measure(case, given.rounds, given.seconds, torch.device(given.device)))
     console.print(table)
-    if not (given.accuracy or given.parts or given.recipes):
+    if not given.parts:
         console.print(PAPERS)
 
 

@@ -89,10 +89,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the figures there too")
     parser.add_argument("--codecs", help=f"which ones, by commas (default: all of {', '.join(CASES)})")
-    parser.add_argument("--feedback", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.feedback:
-        parser.error("--feedback is no longer here: benchmarks.step times a whole step. Commit 14d387c5 still has it")
     names = args.codecs.split(",") if args.codecs else list(CASES)
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(CASES)}")

@@ -1,16 +1,13 @@
-"""Gossip: what it does to accuracy, what it costs on a slow link and on a CPU, and the toy at one bit.
+"""Gossip: what it does to accuracy, and what it costs on a slow link.
 
-    python -m benchmarks.gossip toy --plot docs/results/gossip_toy.png
     python -m benchmarks.gossip accuracy --root data --csv docs/results/gossip_accuracy.csv --ranks 4,8 --seeds 0,1,2
 
-    python -m benchmarks.gossip pairs
     sudo python -m benchmarks.gossip network --ranks 8 --rate 100mbit --delays 0,10 --json gossip.json
     sudo python -m benchmarks.gossip network --ranks 8 --rate 100mbit --last 10mbit --delays 0     # uneven links
 
 For accuracy ranks are threads of one process. A run is a row of the CSV file, written when it ends; those that are
 there are not run again, so that it may be interrupted. All methods have the same steps, batches, first weights and
-learning rates. Titles of ``network`` say kappa, as those of ``benchmarks.network``. ``pairs`` times averages of two
-models that ranks at different steps ask for: the CPU time of both, with kernels and with tensor operations.
+learning rates. Titles of ``network`` say kappa, as those of ``benchmarks.network``.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive, positives
-from benchmarks._gossip import accuracy, network, pairs, toy
+from benchmarks._gossip import accuracy, network
 from benchmarks._gossip.methods import METHODS
 
 
@@ -32,19 +27,10 @@ def main() -> None:
     """Run what the command line asks for."""
     arguments = parse()
     torch.set_num_threads(1)
-    if arguments.what == "toy":
-        table = Table("Moniqua, 1 bit", "error of the mean", "distance from the mean", title="after the last round")
-        for label, (off, apart) in toy.draw(arguments.plot, arguments.rounds).items():
-            table.add_row(label, f"{off:.3g}", f"{apart:.3g}")
-        Console().print(table)
-        return
     if arguments.what == "network":
         delays = [float(each) for each in arguments.delays.split(",")]
         given = arguments.numel, arguments.compute_ms, arguments.steps, arguments.json, arguments.last
         network.measure(arguments.ranks, arguments.rate, delays, *given)
-        return
-    if arguments.what == "pairs":
-        pairs.measure(arguments.numel, arguments.rounds, arguments.json)
         return
     settings = {name: getattr(arguments, name) for name in ("steps", "images", "batch", "rate", "tested")}
     seeds, methods = [int(each) for each in arguments.seeds.split(",")], arguments.methods or list(METHODS)
@@ -55,9 +41,6 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="what", required=True)
-    small = parts.add_parser("toy", help="a quadratic at one bit, with slack and without")
-    small.add_argument("--plot", type=Path, required=True, help="a PNG")
-    small.add_argument("--rounds", type=positive, default=toy.ROUNDS)
     large = parts.add_parser("accuracy", help="ResNet-20 on CIFAR-10")
     add = large.add_argument
     add("--root", type=Path, required=True, help="folder that holds cifar-10-batches-bin")
@@ -80,12 +63,6 @@ def parse() -> argparse.Namespace:
     add("--compute-ms", type=float, default=50.0, help="what a step computes, asleep")
     add("--steps", type=positive, default=64)
     add("--json", type=file_to_write, help="write the figures here")
-    apart = parts.add_parser("pairs", help="CPU time of an average of two models at different steps")
-    apart.add_argument(
-        "--numel", type=positive, default=12_500_000, help="parameters of a model (default: %(default)s)"
-    )
-    apart.add_argument("--rounds", type=positive, default=15, help="averages by each method (default: %(default)s)")
-    apart.add_argument("--json", type=file_to_write, help="write the figures here")
     return parser.parse_args()
 
 

@@ -4,18 +4,12 @@
     python -m benchmarks.optimizers --root data --json optimizers.json --methods dense onebit --optimizers adamw
     python -m benchmarks.optimizers --root data --json optimizers.json --tune --seeds 0
     python -m benchmarks.optimizers --json mlp.json --model mlp --ranks 8 --optimizers adamw --exchange two_shot
-    python -m benchmarks.optimizers --root data --stage screening --csv compensation.csv --picture compensation.png
-    python -m benchmarks.optimizers --csv compensation.csv --markdown
 
-A stage compares what makes up for errors (``_optimizers/stages.py``): its ranks are threads, a row of the CSV file is a
-run, and runs that are there are not repeated.
-
-Without a stage, ranks are processes. A character LSTM on real text (``--root``) reads 16 excerpts of 64 characters of
-the English captions of Multi30k a rank and step; a small MLP learns a function from 16 examples of noise.
-The learning rate falls linearly to
-0. It is each optimizer's best for dense averaging among those in RATES (``--tune`` trains them all), and no method has
-one of its own. A run takes half a minute on two idle cores. Runs that the JSON file has already are not repeated, so
-that it may be interrupted.
+Ranks are processes. A character LSTM on real text (``--root``) reads 16 excerpts of 64 characters of the English
+captions of Multi30k a rank and step; a small MLP learns a function from 16 examples of noise. The learning rate falls
+linearly to 0. It is each optimizer's best for dense averaging among those in RATES (``--tune`` trains them all), and no
+method has one of its own. A run takes half a minute on two idle cores. Runs that the JSON file has already are not
+repeated, so that it may be interrupted.
 """
 
 from __future__ import annotations
@@ -37,10 +31,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._language import CharLSTM, excerpts, read_text
-from benchmarks._optimizers import table as compensation
-from benchmarks._optimizers import training
-from benchmarks._optimizers.stages import STAGES
-from benchmarks._runs import append
 from benchmarks._teacher import MLP, Teacher
 from benchmarks.harness.launch import run_beside
 from benchmarks.harness.training import descend
@@ -49,7 +39,6 @@ from lightning_compress.contrib.exchanges.binomial import Binomial
 from lightning_compress.exchanges import AllGather, Pattern, TwoShot
 from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.run_state import RunState
-from recipes.tables.rows import read_rows
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
@@ -231,33 +220,11 @@ def table(results: dict[str, dict[str, float]], runs: list[Run]) -> Table:
     return shown
 
 
-def run_stage(name: str, root: Path, results: Path, picture: Path | None, seeds: list[int] | None = None) -> None:
-    """Run what is missing of a stage in this process, and show all of it; other processes may run other seeds."""
-    torch.set_num_threads(1)
-    stage = STAGES[name]
-    for seed in range(stage.seeds) if seeds is None else seeds:
-        for setting in compensation.chosen(read_rows(results), stage):
-            done = {(row["stage"], row["setting"], row["seed"]) for row in read_rows(results)}
-            if (name, setting, str(seed)) not in done:
-                found = training.run(setting, stage, seed, root)
-                figures = {figure: f"{value:.6g}" for figure, value in found.items()}
-                append(results, {"stage": name, "setting": setting, "seed": seed} | figures)
-                print(f"{setting}, seed {seed}: {found['held_out']:.4f}, {found['seconds']:.0f} s", flush=True)
-    rows = read_rows(results)
-    Console(width=120).print(compensation.table(rows, name))
-    if picture:
-        compensation.picture(rows, name, picture)
-
-
 def main() -> None:
     """Run what is missing in processes of one group, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, help="folder that holds multi30k, for the LSTM")
-    parser.add_argument("--stage", choices=STAGES, help="compare what makes up for errors")
-    parser.add_argument("--csv", type=Path, help="its results so far; a row is added after every run")
-    parser.add_argument("--picture", type=Path, help="loss against bits, as PNG; without --root of what is there")
-    parser.add_argument("--markdown", action="store_true", help="print the runs in --csv, all stages side by side")
-    parser.add_argument("--json", type=Path, help="results so far; written after every run")
+    parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="all that there are, if left out")
     parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
     parser.add_argument("--model", choices=TASKS, default="lstm")
@@ -265,25 +232,10 @@ def main() -> None:
     parser.add_argument(
         "--exchange", choices=EXCHANGES, default="auto", help="same: sums take as many bits as gradients"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", help="0 1, if left out; of a stage, those that it has")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tune", action="store_true", help="dense only, with every learning rate in RATES")
     arguments = parser.parse_args()
-    if arguments.markdown:
-        if arguments.csv is None:
-            parser.error("--markdown needs --csv")
-        print(compensation.markdown(read_rows(arguments.csv)))
-        return
-    if arguments.stage:
-        if arguments.csv is None or (arguments.root is None and arguments.picture is None):
-            parser.error("--stage needs --csv, and --root to train or --picture to draw what is there")
-        if arguments.root is None:
-            compensation.picture(read_rows(arguments.csv), arguments.stage, arguments.picture)
-            return
-        run_stage(arguments.stage, arguments.root, arguments.csv, arguments.picture, arguments.seeds)
-        return
-    if arguments.json is None:
-        parser.error("--json is needed, or --stage")
     if arguments.model == "lstm" and arguments.root is None:
         parser.error("--root is needed for the LSTM")
     same = {"steps": arguments.steps, "model": arguments.model, "ranks": arguments.ranks}
@@ -292,7 +244,7 @@ def main() -> None:
     methods = ["dense"] if arguments.tune else arguments.methods or [method for method in METHODS if known(method)]
     runs = [
         named({"method": method, "optimizer": optimizer, "rate": rate, "seed": seed} | same)
-        for seed in arguments.seeds or [0, 1]
+        for seed in arguments.seeds
         for optimizer in arguments.optimizers
         for method in methods
         if ONLY.get(method, optimizer) == optimizer

@@ -7,7 +7,7 @@ Every exchange runs once on a world of which this process is rank 0, and the oth
 (``benchmarks/_scale/simulated.py``): messages and bytes are counted, not assumed. Where the whole vector would take too
 much memory for that, two shorter ones are sent, and bytes continued on the line through them. Each round then costs the
 latency, bytes the bandwidth of the card that a node's ranks share, and encoding and decoding the speeds that the codecs
-have on one core of this machine, or so many times faster. ``benchmarks.advise`` puts predictions of steps beside real
+have on one core of this machine, or so many times faster. ``benchmarks.choices`` puts predictions of steps beside real
 ones.
 """
 

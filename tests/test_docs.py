@@ -34,7 +34,7 @@ def prose(page):
 
 def current(page):
     """Without commands that a former commit has: a figure that was needed once stands beside them."""
-    return re.sub(r"`python -m [^`]+`\s+at\s+commit\s+[0-9a-f]{8}\b", "", page.read_text())
+    return re.sub(r"`(?:sudo )?python -m [^`]+`\s+at\s+commit\s+[0-9a-f]{8}\b", "", page.read_text())
 
 
 def headings(page):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks._backward.accuracy import mlp
 from lightning_compress.backward import enable
 from lightning_compress.backward.sparsity import sums
 
@@ -69,6 +68,12 @@ def linear(width: int, batch: int, k: int | float, memory: float = 0.0) -> Case:
     share = f"k {k}" if isinstance(k, int) else f"k {100 * k:g} %"
     label = f"Linear {width}, batch {batch}, {share}" + (f", memory {memory:g}" if memory else "")
     return Case(label, k, lambda: nn.Sequential(nn.Linear(width, width)), (batch, width), True, memory)
+
+
+def mlp(inputs: int, hidden: int, classes: int = 10) -> nn.Sequential:
+    """Two hidden layers and an output layer."""
+    widths = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)]
+    return nn.Sequential(*widths)
 
 
 def paper(hidden: int, batch: int, k: int, memory: float = 0.0) -> Case:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks
+from benchmarks import accuracy
 from benchmarks.harness import lab
 from recipes.tables.lineage import PARENT
 from tests.test_docs import PAGES, current
@@ -74,25 +76,17 @@ REFUSED = [
     ("scale", "--node-size 6", "powers of two"),
     ("scale", "--gbit 0", "above 0"),
     ("scale", "--most 1", "two ranks are the fewest"),
-    ("advise", "--rates fast", "must be a speed above 0"),
-    ("advise", "--models nothing", "is none of"),
-    ("memory", "--compressors tpk", "tpk is none of"),
     ("codecs", "--repeats 0", "from 1 on"),
-    ("codecs", "--feedback", "benchmarks.step times a whole step"),
     ("codecs", "--numel -5", "from 1 on"),
     ("backward", "--rounds 0", "from 1 on"),
-    ("backward", "--accuracy cifar10", "--data: give the folder"),
-    ("backward", "--accuracy cifar10 --data /nowhere", "/nowhere"),
     ("faults", "--ranks two", "'two' must be a whole number"),
     ("error", "--root /nowhere", "/nowhere"),
     ("gradients", "--root /nowhere --out {folder}/x.pt", "/nowhere"),
     ("accuracy", "--root data --json /nowhere/x.json", "cannot be written"),
     ("gossip", "accuracy --root /nowhere --csv {folder}/x.csv", "/nowhere"),
-    ("gossip", "pairs --rounds 0", "from 1 on"),
     ("gossip", "network --steps 10", "must be a multiple of 16"),
     ("gossip", "network", "which only root may do"),
     ("choices", "", "which only root may do"),
-    ("advise", "", "which only root may do"),
     ("time_to_target", "--part steps", "--root: give the folder"),
     ("time_to_target", "--part steps --root /nowhere", "/nowhere"),
     ("time_to_target", "--part table --minutes 3", "change nothing"),
@@ -112,28 +106,50 @@ def test_what_cannot_be_run_is_refused_in_a_line(module, words, said, tmp_path, 
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_retired_benchmark_names_what_is_in_its_place():
-    ended = subprocess.run([sys.executable, "-m", "benchmarks.noise"], cwd=ROOT, capture_output=True, text=True)
+def refused(monkeypatch, *words):
+    """What a command is told as Python looks for its module; None: it may run."""
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", *words])
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    try:
+        importlib.reload(benchmarks)
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_a_retired_benchmark_names_what_is_in_its_place(monkeypatch):
+    assert "docs/results/more-ranks.md has its figures. Commit 14d387c5" in refused(monkeypatch, "benchmarks.noise")
+    assert "Commit 815420b5" in refused(monkeypatch, "benchmarks.optimizers", "--stage=sgd", "--csv", "x.csv")
+    assert "benchmarks.gossip network times" in refused(monkeypatch, "benchmarks.gossip", "pairs", "--rounds", "3")
+    assert refused(monkeypatch, "benchmarks.gossip", "network") is None
+    ended = subprocess.run([sys.executable, "-m", "benchmarks.delay"], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert "docs/results/more-ranks.md has its figures. Commit 14d387c5" in ended.stderr
+    assert ended.stderr.startswith("benchmarks.delay is no longer here: docs/settings.md has its figures")
 
 
-@pytest.mark.parametrize("module", ["accuracy --root data", "recovery"])
-def test_trainings_end_with_the_benchmark(module, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("study", "instead"), [each for studies in benchmarks.RETIRED.values() for each in studies.items()]
+)
+def test_what_stands_in_place_of_a_retired_benchmark_is_there(study, instead):
+    for path in re.findall(r"(?:docs|tests)/[\w/.-]+", instead):
+        assert (ROOT / path).exists()
+    for module in re.findall(r"benchmarks\.\w+", instead):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+
+
+def test_trainings_end_with_the_benchmark(tmp_path, monkeypatch):
     """Killed, it takes them along; terminated, it raises SystemExit, upon which ``subprocess.run`` kills them."""
-    name, *words = module.split()
-    found, before = importlib.import_module(f"benchmarks.{name}"), signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.delenv(PARENT, raising=False)
 
     def train(*_):
         assert os.environ[PARENT] == str(os.getpid())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(found, "train", train)
-    monkeypatch.setattr("sys.argv", [name, *words, "--json", str(tmp_path / "x.json")])
+    monkeypatch.setattr(accuracy, "train", train)
+    monkeypatch.setattr("sys.argv", ["accuracy", "--root", "data", "--json", str(tmp_path / "x.json")])
     try:
         with pytest.raises(SystemExit) as ended:
-            found.main()
+            accuracy.main()
     finally:
         signal.signal(signal.SIGTERM, before)
         os.environ.pop(PARENT, None)

@@ -1,15 +1,11 @@
-"""Gossip's benchmark: equal beginnings, rows that are not run again, the toy, and averages of pairs."""
-
-import json
+"""Gossip's benchmark: equal beginnings, and rows that are not run again."""
 
 import numpy as np
 import torch
 
-from benchmarks._gossip import accuracy, pairs, toy, training
+from benchmarks._gossip import accuracy, training
 from benchmarks._gossip.methods import METHODS
 from benchmarks._gossip.rank import METHODS as OVER_LINKS
-from lightning_compress import kernels
-from lightning_compress.contrib.asynchronous.pairwise import CODES, MODEL
 from recipes.resnet.data import Split
 
 
@@ -43,36 +39,9 @@ def test_rows_are_written_once(tmp_path, monkeypatch, capsys):
     assert "steps of 6 images over all ranks" in " ".join(said.split())
 
 
-def test_the_toy():
-    slack, none = (toy.curve(each, rounds=60)[-1] for each in (0.1, 1.0))
-    assert slack[1] < 0.5
-    assert none[1] > 5
-
-
 def test_every_method_can_be_made():
     for method in METHODS:
         if method != training.ALL_REDUCE:
             algorithm = training.build_algorithm(METHODS[method]["algorithm"])
             training.build_gossip_compressor(METHODS[method].get("compressor"), algorithm)
     assert len(OVER_LINKS) == 16
-
-
-def test_pairs_are_timed(tmp_path, monkeypatch, capsys):
-    timed, asked = pairs._Loop.time, []
-
-    def time(self, average):
-        spans = timed(self, average)
-        asked.append((type(average).__name__, self.kind, average.failures if hasattr(average, "failures") else 0))
-        return spans
-
-    monkeypatch.setattr(pairs._Loop, "time", time)
-    found = pairs.measure(1001, 3, tmp_path / "pairs.json")
-    assert json.loads((tmp_path / "pairs.json").read_text()) == found
-    fast = 2 if kernels.compiler(torch.device("cpu")) else 0
-    assert [each["by"] for each in found["rows"]] == fast * ["numba"] + 3 * ["torch"]
-    assert all(set(each) == {"method", "by", *pairs.PARTS} for each in found["rows"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "one average of 1,001 parameters" in said
-    assert [kind for name, kind, _ in asked if name == "PairwiseAverage"] == 6 * [MODEL]
-    assert [kind for name, kind, _ in asked if name == "ModuloAverage"] == (2 + fast) * [MODEL, *5 * [CODES]]
-    assert not any(failures for *_, failures in asked)
