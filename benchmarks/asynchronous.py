@@ -1,14 +1,13 @@
-"""Gossip without waiting: what a slow rank costs the others, what it does to the loss, and what becomes of kills.
+"""Gossip without waiting: what a slow rank costs the others, and what it does to the loss.
 
     python -m benchmarks.asynchronous straggler --ranks 4,8 --seconds 20
     python -m benchmarks.asynchronous accuracy --seeds 0,1,2,3,4 --csv docs/results/async_digits.csv
     python -m benchmarks.asynchronous accuracy --root data --rate 0.1 --batches 1200 --csv async_cifar10.csv
-    python -m benchmarks.asynchronous kills --count 100
 
 Ranks are processes on one machine. Computing is emulated by a sleep, so that as many ranks as you like have a core
 each. All methods have the same weights at first, the same batches and the same rate. ``accuracy`` trains a network of
 13,000 parameters on handwritten digits until all ranks together have had as many batches; a run is a row of the CSV
-file, and is not repeated. ``kills`` kills ranks in the midst of a Lightning fit at random steps.
+file, and is not repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._arguments import file_to_write, positive, positives
-from benchmarks._asynchronous import kills
 from benchmarks._asynchronous.ranks import METHODS, Job, run
 from benchmarks._runs import append
 from recipes.tables.rows import read_rows
@@ -117,18 +115,13 @@ def main() -> None:
     equal.add_argument("--batches", type=positive, default=2400, help="of all ranks together (%(default)s)")
     equal.add_argument("--rate", type=float, default=0.05)
     equal.add_argument("--root", type=Path, help="folder that holds cifar-10-batches-bin: train ResNet-20")
-    dead = parts.add_parser("kills", help="what the others say of a rank that was killed or stopped, and when")
-    dead.add_argument("--count", type=positive, default=100)
-    dead.add_argument("--stops", type=positive, default=5, help="of them by SIGSTOP (%(default)s)")
     arguments, out = parser.parse_args(), Console()
     if arguments.what == "straggler":
         straggler(arguments.ranks, arguments.seconds, out)
-    elif arguments.what == "accuracy":
+    else:
         seeds = [int(each) for each in arguments.seeds.split(",")]
         given = arguments.ranks, arguments.batches, arguments.rate, arguments.root
         accuracy(arguments.csv, seeds, *given, out)
-    else:
-        kills.measure(arguments.count, arguments.stops, out)
 
 
 if __name__ == "__main__":

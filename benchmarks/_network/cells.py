@@ -12,7 +12,7 @@ from benchmarks.harness.launch import run_ranks
 Found = dict[str, Any]
 
 
-def measure(
+def _ranks(
     ranks: int,
     rate: str | None,
     model: str,
@@ -21,10 +21,9 @@ def measure(
     rounds: int,
     warm: int = 4,
     delay_ms: float = 0.0,
-    by: str = "rank",
-    asleep_ms: float | None = None,
-) -> Found:
-    """Median milliseconds of a step, bytes on the wire and by formula, by method; the round trip, measured.
+    **more: Any,
+) -> list[Found]:
+    """What each rank found.
 
     Args:
         ranks: how many.
@@ -35,53 +34,41 @@ def measure(
         rounds: of each method, in turn.
         warm: steps of each round before those that count.
         delay_ms: that a round trip takes at least.
-        by: what trains, "rank" or, with Lightning's Trainer, "fit".
-        asleep_ms: a step's computing, if it is a sleep.
+        **more: ``asleep_ms``, a step's computing, if it is a sleep; and what ``record`` tells.
+    """
+    told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm, **more}
+    with Lab(ranks, rate, delay_ms) as lab:
+        return run_ranks(lab, told)
+
+
+def measure(*cell: Any, **more: Any) -> Found:
+    """Median milliseconds of a step, bytes on the wire and by formula, by method; the round trip, measured.
+
+    What it is given is what ``_ranks`` is.
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
     """
-    told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm}
-    if asleep_ms:
-        by, told = "slept", told | {"asleep_ms": asleep_ms}
-    with Lab(ranks, rate, delay_ms) as lab:
-        found = run_ranks(lab, told, f"benchmarks._network.{by}")[0]
+    found = _ranks(*cell, **more)[0]
     found.pop("traces", None)
     return found
 
 
 def record(
-    ranks: int,
-    rate: str | None,
-    model: str,
-    methods: list[str],
-    steps: int,
-    rounds: int,
-    warm: int = 4,
-    delay_ms: float = 0.0,
-    *,
-    one_by_one: bool,
+    ranks: int, rate: str | None, model: str, methods: list[str], *cell: Any, one_by_one: bool, **more: Any
 ) -> Found:
     """``measure``, and ``traces``: by method, of each rank.
 
-    Args:
-        ranks: as the others, likewise.
-        rate: likewise.
-        model: likewise.
-        methods: likewise.
-        steps: likewise.
-        rounds: likewise.
-        warm: likewise.
-        delay_ms: likewise.
-        one_by_one: ranks take turns to compute, so that each is timed as if it had the machine for itself.
+    With ``one_by_one`` ranks take turns to compute, so that each is timed as if it had the machine for itself; what
+    else it is given is what ``_ranks`` is.
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
         ValueError: a rank could not take a method down.
     """
-    told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm}
-    with Lab(ranks, rate, delay_ms) as lab, tempfile.NamedTemporaryFile() as turn:
-        found = run_ranks(lab, told | {"record": True, "turn": turn.name if one_by_one else None})
+    with tempfile.NamedTemporaryFile() as turn:
+        told = more | {"record": True, "turn": turn.name if one_by_one else None}
+        found = _ranks(ranks, rate, model, methods, *cell, **told)
     traces = {name: [each["traces"][name] for each in found] for name in methods}
     return found[0] | {"traces": traces, "model": model, "ranks": ranks, "rate": rate, "one_by_one": one_by_one}
 

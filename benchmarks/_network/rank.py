@@ -17,28 +17,33 @@ from torch import Tensor
 
 from benchmarks._local import Alone, Local
 from benchmarks._network import replay
+from benchmarks._network.asleep import Asleep
 from benchmarks._network.methods import delayed, local, make, optimizer
 from benchmarks._network.trace import Recorder, Turn
 from benchmarks.harness.models import MODELS, batch
 from benchmarks.harness.rank import COUNTER
+from lightning_compress import Compression
 from lightning_compress.exchanges.message import MessagePlan
 
 
 def find(told: dict[str, Any]) -> dict[str, Any]:
     """Do what is told."""
-    return replay.play(told, COUNTER) if "traces" in told else Measuring(told).run()
+    if "traces" in told:
+        return replay.play(told, COUNTER)
+    found = Measuring(told).run()
+    return {name: found[name] for name in ("ms", "wire_bytes")} if told.get("asleep_ms") else found
 
 
 class Measuring:
     """Measure the methods in turn, in rounds, so that what disturbs the machine disturbs all alike.
 
     Of local steps it is the mean of a whole round, in which ranks meet only as the method does. With a delay it is the
-    mean of all steps of a round, until the last average is there.
+    mean of all steps of a round, until the last average is there; so it is where computing is a sleep.
 
     Args:
         arguments: ``model``, ``methods``, ``steps``, ``rounds``; ``warm``, the steps before measuring (buckets are
             rebuilt, sparse sums grow to their size); ``record``, whether to take steps down too, and ``turn``, a file
-            by which ranks then compute one by one.
+            by which ranks then compute one by one; ``asleep_ms``, of a step whose computing is a sleep.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -56,7 +61,8 @@ class Measuring:
         names, rounds = list(self._times), self._told["rounds"]
         for number in range(rounds):
             for name in names[number:] + names[:number]:
-                one_round = self._delayed_steps if delayed(name) else self._one_round
+                apart = self._told.get("asleep_ms") or delayed(name)
+                one_round = self._steps_apart if apart else self._one_round
                 one_round(name, self._told["steps"] // rounds)
         medians = {name: 1e3 * statistics.median(each) for name, each in self._times.items()}
         sent = {name: statistics.median(each) for name, each in self._wire.items()}
@@ -95,28 +101,32 @@ class Measuring:
         del model, module, stepper, compression, recorder
         gc.collect()
 
-    def _delayed_steps(self, name: str, steps: int) -> None:
-        """Steps whose averages travel beside the next ones; ranks do not meet in between, which would wait for them."""
+    def _steps_apart(self, name: str, steps: int) -> None:
+        """Steps whose averages may travel beside the next ones; ranks that met in between would wait for them."""
         torch.manual_seed(0)
-        model, compression = make(name)(MODELS[self._told["model"]][0]())
-        assert compression is not None
-        stepper, inputs = optimizer(model), batch(self._told["model"], dist.get_rank())
+        model_of, asleep_ms = self._told["model"], self._told.get("asleep_ms")
+        model, compression = make(name)(Asleep(model_of, asleep_ms / 1e3) if asleep_ms else MODELS[model_of][0]())
+        inputs = torch.zeros((), requires_grad=True) if asleep_ms else batch(model_of, dist.get_rank())
+        stepper = optimizer(model)
         with hearing_auto() as said, counting_bits() as bits:
             for _ in range(self._told["warm"]):
                 _step(model, stepper, inputs, None)
-            compression.stats()  # waits for what travels
+            already = _settled(compression)
             dist.barrier()
-            already, before, start = compression.meter.bytes_sent, int(COUNTER.read_text()), time.perf_counter()
+            before, start = int(COUNTER.read_text()), time.perf_counter()
             for _ in range(steps):
                 _step(model, stepper, inputs, None)
-            promised = compression.stats()["total_bytes_sent"] - already
+            promised = _settled(compression) - already
             self._times[name].append((time.perf_counter() - start) / steps)
             dist.barrier()
             self._wire[name].append((int(COUNTER.read_text()) - before) // steps)
-        compression.close()
+        if compression is not None:
+            compression.close()
         self._found["formula_bytes"][name], self._found["said"][name] = promised / steps, said
         if bits[1]:
             self._found["bits"][name] = 8 * bits[0] / bits[1]
+        del model, stepper, compression
+        gc.collect()
 
     def _keep(self, name: str, trace: dict[str, Any]) -> None:
         """Steps that were recorded, behind those of earlier rounds."""
@@ -145,6 +155,11 @@ class Measuring:
         count = sum(each.numel() for each in module.parameters())
         self._found["step_bits"][name] = 8 * statistics.median(self._wire[name]) / count
         self._found["said"][name] = said
+
+
+def _settled(compression: Compression | None) -> float:
+    """Wait for what still travels; returns the bytes that were sent so far, by formula."""
+    return float(compression.stats()["total_bytes_sent"]) if compression is not None else 0.0
 
 
 def _step(model: torch.nn.Module, stepper: torch.optim.Optimizer, inputs: Tensor, recorder: Recorder | None) -> None:

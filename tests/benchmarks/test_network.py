@@ -10,6 +10,7 @@ import torch
 from benchmarks import network
 from benchmarks._gossip.rank import METHODS as OVER_LINKS
 from benchmarks._network import methods, plot, show
+from benchmarks._network.arguments import names
 from benchmarks.harness import lab, relay
 from benchmarks.harness.launch import run_ranks
 from lightning_compress.core.layout import Layout
@@ -59,16 +60,6 @@ def _pytorch_means():
 def test_pytorchs_hooks_run_over_gloo(pools):
     for found in pools[2].run(_pytorch_means):
         assert found == pytest.approx([1.5] * 5, rel=1e-3)
-
-
-@root
-@pytest.mark.thorough
-def test_lightning_trains_with_and_without_its_broadcast():
-    found = network.measure(2, "1gbit", "resnet20", ["onebit"], 8, 1, warm=2, delay_ms=1.0, by="fit")
-    assert list(found["ms"]) == ["onebit", "onebit, Lightning's broadcast"]
-    ours, theirs = found["wire_bytes"].values()
-    assert 4e4 < min(ours, theirs) <= max(ours, theirs) < 6e4  # what differs is who waits
-    assert found["ping_ms"] > 1
 
 
 @root
@@ -212,8 +203,6 @@ def test_lists_of_rates_and_ranks(monkeypatch):
         (["--validate", "--methods", "PyTorch PowerSGD 1"], "cannot be recorded"),
         (["--validate", "--rates", "none"], "links of a set speed"),
         (["--validate", "--methods", "rotated delay 1"], "travel beside the next step"),
-        (["--trainer", "--validate"], "records and replays nothing"),
-        (["--trainer", "--methods", "DDP"], "none of CompressedDDPStrategy's"),
         (["--delay-ms", "-3"], "must be a round trip"),
         (["--replay", "/no/such/file"], "No such file"),
         (["--replay", __file__], "it holds no recorded steps"),
@@ -232,7 +221,6 @@ def test_lists_of_rates_and_ranks(monkeypatch):
         (["--ranks", "two"], "'two' must be a whole number from 1 on"),
         (["--rounds", "0"], "'0' must be a whole number from 1 on"),
         (["--warm", "-1"], "'-1' must be a whole number from 0 on"),
-        (["--warm", "0", "--trainer"], "give 1 or more"),
         (["--warm", "1", "--record", "x.json"], "give 2 or more"),
         (["--validate", "--faster", "0"], "'0' must be a number above 0"),
         (["--methods", '{"compressor": "tpk"}'], "tpk"),
@@ -329,11 +317,11 @@ def test_who_is_not_root_is_told_in_a_line(monkeypatch, capsys):
 
 def test_names_and_json():
     given = 'DDP, dgc 0.1 %,{"compressor": {"name": "topk", "density": 0.1}, "exchange": "auto"},onebit'
-    assert network.names(given) == [
+    assert names(given) == [
         "DDP",
         "dgc 0.1 %",
         '{"compressor": {"name": "topk", "density": 0.1}, "exchange": "auto"}',
         "onebit",
     ]
     with pytest.raises(ValueError, match="unknown method 'dgx'"):
-        network.make("dgx")
+        methods.make("dgx")

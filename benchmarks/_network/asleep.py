@@ -1,8 +1,7 @@
-"""One rank of the lab whose computing is a sleep, a third of it in forward: what messages cost where cores are free."""
+"""A model whose computing is a sleep, a third of it in forward: what messages cost where cores are free."""
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -10,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks._network.methods import make, optimizer
 from benchmarks.harness.models import MODELS
-from benchmarks.harness.rank import COUNTER
 from lightning_compress.planning.predict import BACKWARD
 
 
@@ -54,39 +51,3 @@ class Asleep(nn.Module):
             seconds = self._share * parameter.numel()
             loss = _Backward.apply(loss, parameter, gradient, seconds)  # type: ignore[no-untyped-call]
         return loss
-
-
-def find(told: dict[str, Any]) -> dict[str, Any]:
-    """Return ``ms`` and ``wire_bytes`` of a step by method: means of steps between which ranks do not meet.
-
-    Args:
-        told: ``model``, ``methods``, ``steps``, ``warm``, ``asleep_ms``.
-    """
-    found: dict[str, Any] = {"ms": {}, "wire_bytes": {}}
-    for name in told["methods"]:
-        torch.manual_seed(0)
-        model, compression = make(name)(Asleep(told["model"], told["asleep_ms"] / 1e3))
-        stepper = optimizer(model)
-        for number in range(told["warm"] + told["steps"]):
-            if number == told["warm"]:
-                _settle(compression)
-                dist.barrier()
-                before, start = int(COUNTER.read_text()), time.perf_counter()
-            stepper.zero_grad()
-            model(torch.zeros((), requires_grad=True)).backward()
-            stepper.step()
-        _settle(compression)
-        found["ms"][name] = 1e3 * (time.perf_counter() - start) / told["steps"]
-        dist.barrier()
-        found["wire_bytes"][name] = (int(COUNTER.read_text()) - before) // told["steps"]
-        if compression is not None:
-            compression.close()
-        del model, stepper, compression
-        gc.collect()
-    return found
-
-
-def _settle(compression: Any) -> None:
-    """Wait for what still travels."""
-    if compression is not None:
-        compression.stats()
