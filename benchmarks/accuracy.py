@@ -10,17 +10,16 @@ on two idle cores. Runs that the JSON file has already are not repeated, so that
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-
-from rich.console import Console
-from rich.table import Table
+from functools import partial
 
 from benchmarks._arguments import file_to_write, natural, plain_errors, positive
+from benchmarks.harness.results import Results
+from benchmarks.harness.tables import show
 from recipes.tables.lineage import exit_on_sigterm, start_lineage
 
 METHODS = {
@@ -38,13 +37,13 @@ METHODS = {
 }
 
 
-def train(overrides: list[str], root: str, seed: int, folder: str) -> dict[str, float]:
+def train(overrides: list[str], root: str, seed: int) -> dict[str, float]:
     """One run of the recipe: its test accuracy in percent and its traffic."""
     command = [sys.executable, "-m", "recipes.train", "experiment=resnet_cifar10_short", f"data.root={root}"]
     quiet = ["trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", "logger=none"]
-    run = subprocess.run(
-        [*command, *quiet, *overrides, f"seed={seed}", f"hydra.run.dir={folder}"], capture_output=True, text=True
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*command, *quiet, *overrides, f"seed={seed}", f"hydra.run.dir={folder}"]
+        run = subprocess.run(words, capture_output=True, text=True)
     found = re.search(r"test accuracy ([\d.]+) %(?:, ([\d.]+) x fewer)?", run.stdout)
     if run.returncode or not found:
         raise RuntimeError(f"{' '.join(overrides)} seed {seed} failed:\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
@@ -65,25 +64,21 @@ def main() -> None:
     arguments = parser.parse_args()
     exit_on_sigterm()
     start_lineage()
-    results: dict[str, dict[str, float]] = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    results, rows = Results(arguments.json), []
     ranks, batch, exchange = arguments.ranks, arguments.batch, arguments.exchange
     where = f"{ranks} ranks of {batch}, {exchange}"
     suffix = "" if (ranks, batch, exchange) == (2, 64, "auto") else f"/{where}"
     shared = [f"trainer.devices={ranks}", f"data.batch_size={batch}", f"exchange={exchange}"]
     for seed in arguments.seeds:
         for method in arguments.methods:
-            name = f"{method}/{seed}{suffix}"
-            if name not in results:
-                with tempfile.TemporaryDirectory() as folder:
-                    results[name] = train([*METHODS[method], *shared], arguments.root, seed, folder)
-                arguments.json.write_text(json.dumps(results, indent=2))
-    table = Table("method", "test accuracy, by seed", "mean", "bytes / dense", title=f"ResNet-20, CIFAR-10, {where}")
+            given = [*METHODS[method], *shared], arguments.root, seed
+            results.of(f"{method}/{seed}{suffix}", partial(train, *given))
     for method in arguments.methods:
-        rows = [results[f"{method}/{seed}{suffix}"] for seed in arguments.seeds]
-        accuracies = [row["accuracy"] for row in rows]
+        found = [results[f"{method}/{seed}{suffix}"] for seed in arguments.seeds]
+        accuracies = [each["accuracy"] for each in found]
         each = " ".join(f"{accuracy:.1f}" for accuracy in accuracies)
-        table.add_row(method, each, f"{statistics.mean(accuracies):.1f}", f"1 / {rows[0]['ratio']:.1f}")
-    Console().print(table)
+        rows.append((method, each, f"{statistics.mean(accuracies):.1f}", f"1 / {found[0]['ratio']:.1f}"))
+    show(("method", "test accuracy, by seed", "mean", "bytes / dense"), rows, f"ResNet-20, CIFAR-10, {where}")
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ import argparse
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from benchmarks._arguments import above_zero, plain_errors, positive
 from benchmarks._backward import speed
+from benchmarks.harness.tables import show
 
 CASES = [
     *(speed.linear(width, batch, 0.01) for width in (512, 1024, 2048, 4096) for batch in (32, 256, 1024)),
@@ -53,21 +53,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=above_zero, default=6.0, help="of each case")
     parser.add_argument("--parts", action="store_true", help="the parts of one backward pass instead")
     given = parser.parse_args()
-    console = Console(width=140)
     if given.parts:
-        table = Table("part", "ms", title="Linear 4096, batch 1024, k 41")
-        for name, ms in speed.bounds(4096, 1024, 41):
-            table.add_row(name, f"{ms:.2f}")
-    else:
-        table = Table(
-            "case", *(f"{of} {what}" for of in ("backward", "step") for what in ("dense", "sparse", "x", "~x"))
-        )
-        for case in CASES:
-            if given.only in case.label:
-                table.add_row(*speed.measure(case, given.rounds, given.seconds, torch.device(given.device)))
-    console.print(table)
-    if not given.parts:
-        console.print(PAPERS)
+        rows = [(name, f"{ms:.2f}") for name, ms in speed.bounds(4096, 1024, 41)]
+        show(("part", "ms"), rows, "Linear 4096, batch 1024, k 41", width=140)
+        return
+    head = ("case", *(f"{of} {what}" for of in ("backward", "step") for what in ("dense", "sparse", "x", "~x")))
+    cases = [case for case in CASES if given.only in case.label]
+    device = torch.device(given.device)
+    show(head, [speed.measure(case, given.rounds, given.seconds, device) for case in cases], width=140)
+    Console(width=140).print(PAPERS)
 
 
 if __name__ == "__main__":

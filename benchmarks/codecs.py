@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -19,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks._arguments import above_zero, file_to_write, positive
 from benchmarks._codecs import CASES, Case, plan_of
 from benchmarks._gpu import codecs_table
+from benchmarks.harness.results import write
+from benchmarks.harness.tables import show
 from lightning_compress.codecs import Plan
 from lightning_compress.core.layout import Layout
 
@@ -101,9 +100,8 @@ def main() -> None:
     torch.set_num_threads(1)
     numel = args.numel or 1 << 23
     result = _surroundings(numel, args.repeats) | measure({name: CASES[name] for name in names}, numel, args.repeats)
-    Console().print(_table(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    _show(result)
+    write(args.json, result)
 
 
 def _encode(plan: Plan, vector: Tensor, message: Tensor, key: int) -> None:
@@ -133,17 +131,19 @@ def _surroundings(numel: int, repeats: int) -> dict[str, Any]:
     return {"torch": torch.__version__, "cpu": cpu, "date": date, "numel": numel, "repeats": repeats}
 
 
-def _table(result: dict[str, Any]) -> Table:
+def _show(result: dict[str, Any]) -> None:
     title = f"{result['numel']:,} elements, one thread; copy_ takes {result['copy_ms']:.2f} ms"
     caption = f"bits per element, squared error on N(0, 1); {result['cpu']}, torch {result['torch']}"
-    table = Table(title=title, caption=caption)
-    table.add_column("codec")
-    for column in ("encode ms", "/ copy_", "decode ms", "/ copy_", "bits", "error"):
-        table.add_column(column, justify="right")
-    for row in result["codecs"]:
-        times = (f"{row[f'{part}_{unit}']:.2f}" for part in ("encode", "decode") for unit in ("ms", "ratio"))
-        table.add_row(row["codec"], *times, f"{row['bits_per_element']:.3f}", f"{row['relative_error']:.2g}")
-    return table
+    rows = (
+        (
+            row["codec"],
+            *(f"{row[f'{part}_{unit}']:.2f}" for part in ("encode", "decode") for unit in ("ms", "ratio")),
+            f"{row['bits_per_element']:.3f}",
+            f"{row['relative_error']:.2g}",
+        )
+        for row in result["codecs"]
+    )
+    show(("codec", "encode ms", "/ copy_", "decode ms", "/ copy_", "bits", "error"), rows, title, caption, words=1)
 
 
 if __name__ == "__main__":

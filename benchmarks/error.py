@@ -10,18 +10,16 @@ are also tried at a thousandth and a hundred-thousandth of their size. Bits are 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks._arguments import file_to_write, natural, plain_errors
 from benchmarks._plot import Curve, draw
 from benchmarks._sweeps import ORDERS, Step, sweep
 from benchmarks.gradients import FOLDERS, captured
+from benchmarks.harness.results import write
+from benchmarks.harness.tables import show
 from lightning_compress import compare
 from lightning_compress.comparison import Row
 
@@ -29,19 +27,17 @@ SCALES = (1.0, 1e-3, 1e-5)
 COUNT = 10
 
 
-def scale_table(model: str, steps: list[Step]) -> Table:
-    """Of each method with its defaults: bits per element, and the error at each scale."""
-    table = Table(
-        "compressor", "bits", *(f"gradient x {scale:g}" for scale in SCALES), title=f"{model}: relative error"
-    )
+def show_scales(model: str, steps: list[Step]) -> None:
+    """Print of each method with its defaults: bits per element, and the error at each scale."""
     sizes = [
         compare([{name: each * scale for name, each in step.items()} for step in steps], error_feedback=False).rows
         for scale in SCALES
     ]
-    for row, *others in zip(*sizes, strict=True):
-        errors = (f"{100 * each.error:.2g} %" for each in (row, *others))
-        table.add_row(row.compressor, f"{row.bits:.2f}", *errors)
-    return table
+    rows = (
+        (row.compressor, f"{row.bits:.2f}", *(f"{100 * each.error:.2g} %" for each in (row, *others)))
+        for row, *others in zip(*sizes, strict=True)
+    )
+    show(("compressor", "bits", *(f"gradient x {scale:g}" for scale in SCALES)), rows, f"{model}: relative error")
 
 
 def methods(steps: list[Step]) -> dict[str, Curve]:
@@ -85,12 +81,10 @@ def each_parameter(steps: list[Step], settings: list[dict[str, Any]], feedback: 
     ]
 
 
-def curves_table(title: str, curves: dict[str, Curve]) -> Table:
-    """A row for each curve: error at bits, point after point."""
-    table = Table("", "error at bits per element", title=title)
-    for label, curve in curves.items():
-        table.add_row(label, "   ".join(f"{100 * error:.3g} % at {bits:.2f}" for bits, error in curve))
-    return table
+def show_curves(title: str, curves: dict[str, Curve]) -> None:
+    """Print a row for each curve: error at bits, point after point."""
+    points = {label: (f"{100 * error:.3g} % at {bits:.2f}" for bits, error in curve) for label, curve in curves.items()}
+    show(("", "error at bits per element"), ((label, "   ".join(each)) for label, each in points.items()), title)
 
 
 @plain_errors()
@@ -103,15 +97,14 @@ def main() -> None:
     parser.add_argument("--json", type=file_to_write, help="write the figures here")
     parser.add_argument("--plot", type=file_to_write, help="draw error against bits into this file")
     arguments = parser.parse_args()
-    console, figures = Console(), {}
+    figures = {}
     for model in arguments.models:
         steps = captured(model, arguments.root, arguments.after, COUNT)
         figures[model] = {"methods": methods(steps), **orders(steps)}
-        console.print(scale_table(model, steps))
+        show_scales(model, steps)
         for part, curves in figures[model].items():
-            console.print(curves_table(f"{model}: {part}", curves))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(figures, indent=2))
+            show_curves(f"{model}: {part}", curves)
+        write(arguments.json, figures)
         if arguments.plot:
             draw(figures, arguments.plot)
 

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 from collections import Counter
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks._arguments import file_to_write, positive, positives
 from benchmarks.harness.faults.injection import INJECTIONS
 from benchmarks.harness.faults.training import METHODS
 from benchmarks.harness.faults.trial import SkippedError, Trials
+from benchmarks.harness.results import Results
+from benchmarks.harness.tables import show
 from recipes.tables.lineage import exit_on_sigterm
 
 
@@ -43,10 +43,7 @@ def main() -> None:
             parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
     worlds = list(itertools.product(methods, arguments.ranks))
     exit_on_sigterm()  # a disk is mounted for some trials
-    results: dict[str, dict[str, Any]] = {}
-    if arguments.json and arguments.json.exists():
-        results = json.loads(arguments.json.read_text())
-    trials, console = Trials(), Console()
+    results, trials, console = Results(arguments.json), Trials(), Console()
     for seed, (number, fault) in itertools.product(range(arguments.repeats), enumerate(faults)):
         method, size = worlds[(seed + number) % len(worlds)]
         name = f"{fault}/{method}/{size}/{seed}"
@@ -59,31 +56,28 @@ def main() -> None:
             continue
         for problem in results[name]["problems"]:
             console.print(f"{name}: {problem}", style="red", markup=False)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    console.print(table(list(results.values())))
+    show_results(list(results.values()))
     sys.exit(any(each["problems"] for each in results.values()))
 
 
-def table(results: list[dict[str, Any]]) -> Table:
-    """A row for each fault."""
-    shown = Table("fault", "tried", "what the ranks said", "median s", "worst s", "steps again", "lost", expand=False)
-    shown.title = f"{len(results)} faults"
+def show_results(results: list[dict[str, Any]]) -> None:
+    """Print a row for each fault."""
+    rows = []
     for fault in dict.fromkeys(each["fault"] for each in results):
         ours = [each for each in results if each["fault"] == fault]
         seconds = [second for each in ours for second in each["seconds"]]
         causes = Counter(cause for each in ours for cause in each["causes"])
         wrong = sum(bool(each["problems"]) for each in ours)
-        shown.add_row(
-            fault,
-            str(len(ours)),
+        cells = (
             ", ".join(f"{cause} ({count})" for cause, count in causes.most_common()),
             f"{statistics.median(seconds):.2f}" if seconds else "-",
             f"{max(seconds):.2f}" if seconds else "-",
             f"{max(each['repeated'] for each in ours)}",
             f"{wrong} of {len(ours)}" if wrong else "nothing",
         )
-    return shown
+        rows.append((fault, str(len(ours)), *cells))
+    head = ("fault", "tried", "what the ranks said", "median s", "worst s", "steps again", "lost")
+    show(head, rows, f"{len(results)} faults")
 
 
 if __name__ == "__main__":

@@ -13,28 +13,90 @@ learning rates. Titles of ``network`` say kappa, as those of ``benchmarks.networ
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive, positives
-from benchmarks._gossip import accuracy, network
+from benchmarks._gossip import network
+from benchmarks._gossip.data import Pictures
 from benchmarks._gossip.methods import METHODS
+from benchmarks._gossip.training import Job, run_as_threads
+from benchmarks.harness.results import row_of
+from benchmarks.harness.tables import show
+from recipes.tables.rows import read_rows
+
+GIVEN = ("ranks", "steps", "images", "batch", "rate")
+
+
+def accuracy(told: argparse.Namespace) -> None:
+    """Run what is missing in the CSV file, the first seed of all first, and print the tables."""
+    data = None
+    for size in told.ranks:
+        for seed in map(int, told.seeds.split(",")):
+            for method in told.methods or METHODS:
+                data = data or Pictures(told.root, told.images, told.tested, told.batch)
+                key = {"method": method, "ranks": size, "seed": seed}
+                key |= {name: getattr(told, name) for name in GIVEN[1:]}
+                job = Job(method, size, told.steps * size, seed=seed, rate=told.rate)
+                row_of(told.csv, key, partial(trained, job, data))
+    show_accuracy(read_rows(told.csv))
+
+
+def trained(job: Job, data: Pictures) -> dict[str, float]:
+    """What a run came to, as the CSV file has it."""
+    found = run_as_threads(job, data)
+    stats = found["stats"]
+    row = {
+        "accuracy": round(found["accuracy"], 2),
+        "test_loss": round(found["loss"], 4),
+        "bytes_a_step": statistics.mean(each["sent"] for each in stats) / found["steps"][0],
+        "memory": stats[0]["memory"],
+        "consensus": stats[0]["consensus_distance"],
+        "hash_failures": sum(each.get("hash_failures", 0.0) for each in stats),
+        "theta": stats[0].get("theta", 0.0),
+        "seconds": round(max(found["seconds"]), 1),
+    }
+    print(f"{job.method}, {job.ranks} ranks, seed {job.seed}: {row['accuracy']} % in {row['seconds']} s", flush=True)
+    return {name: float(f"{value:.6g}") for name, value in row.items()}
+
+
+def show_accuracy(rows: list[dict[str, str]]) -> None:
+    """Print a table for all runs that differ in method and seed alone."""
+    by_given: dict[tuple[float, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        by_given.setdefault(tuple(float(row[name]) for name in GIVEN), []).append(row)
+    for (ranks, steps, images, batch, rate), alike in sorted(by_given.items()):
+        title = f"ResNet-20, {images:,.0f} images of CIFAR-10, {ranks:.0f} ranks on a ring, {steps:.0f} steps"
+        title += f" of {batch:.0f} images over all ranks, learning rate {rate:g}"
+        head = ("method", "test accuracy, %", "seeds", "kB a rank and step", "bytes kept", "apart")
+        own = {method: [row for row in alike if row["method"] == method] for method in METHODS}
+        show(head, [_cells(method, found) for method, found in own.items() if found], title, width=110)
+
+
+def _cells(method: str, own: list[dict[str, str]]) -> tuple[str, ...]:
+    scores = [float(row["accuracy"]) for row in own]
+    spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+    apart = statistics.mean(float(row["consensus"]) for row in own)
+    sent, kept = float(own[0]["bytes_a_step"]) / 1e3, float(own[0]["memory"])
+    said = f"{apart:.2g}" if math.isfinite(apart) else "diverged"
+    return method, f"{statistics.mean(scores):.1f}{spread}", str(len(own)), f"{sent:.0f}", f"{kept:.0f}", said
 
 
 @plain_errors()
 def main() -> None:
     """Run what the command line asks for."""
-    arguments = parse()
+    told: Any = parse()
     torch.set_num_threads(1)
-    if arguments.what == "network":
-        delays = [float(each) for each in arguments.delays.split(",")]
-        given = arguments.numel, arguments.compute_ms, arguments.steps, arguments.json, arguments.last
-        network.measure(arguments.ranks, arguments.rate, delays, *given)
+    if told.what == "accuracy":
+        accuracy(told)
         return
-    settings = {name: getattr(arguments, name) for name in ("steps", "images", "batch", "rate", "tested")}
-    seeds, methods = [int(each) for each in arguments.seeds.split(",")], arguments.methods or list(METHODS)
-    accuracy.measure(arguments.csv, arguments.root, methods, arguments.ranks, seeds, **settings)
+    delays = [float(each) for each in told.delays.split(",")]
+    network.measure(told.ranks, told.rate, delays, told.numel, told.compute_ms, told.steps, told.json, told.last)
 
 
 def parse() -> argparse.Namespace:

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._local import LOCAL, ROTATED, Local
 from benchmarks.harness.launch import run_beside
-from benchmarks.harness.training import descend
-from benchmarks.optimizers import OPTIMIZERS, Reading, read_results, work
+from benchmarks.harness.results import Results
+from benchmarks.harness.tables import show
+from benchmarks.harness.tasks import Learning, Reading
+from benchmarks.harness.training import Run, descend, work
 from lightning_compress import attach
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -41,10 +41,8 @@ METHODS: dict[str, dict[str, Any]] = {
 """Arguments of ``attach``; with ``rounds``, of ``Local``."""
 RATES, SEEDS, RANKS, STEPS = (5e-3, 1e-2, 2e-2), (0, 1), 4, 600
 
-Run = dict[str, Any]
 
-
-def train(run: Run, task: Reading) -> dict[str, float]:
+def train(run: Run, task: Reading | Learning) -> dict[str, float]:
     """One run, on this rank: held-out loss, how many times fewer bytes a rank sends than stock DDP, seconds."""
     start = time.perf_counter()
     torch.manual_seed(run["seed"])
@@ -53,7 +51,7 @@ def train(run: Run, task: Reading) -> dict[str, float]:
     local = Local(model, given, seed=run["seed"]) if "rounds" in given else None
     trained = model if local else DistributedDataParallel(model)
     compression = attach(trained, **given, seed=run["seed"]) if isinstance(trained, DistributedDataParallel) else None
-    optimizer = OPTIMIZERS["adamw"](model.parameters(), run["rate"])
+    optimizer = torch.optim.AdamW(model.parameters(), run["rate"])
     generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())
     after = local.after if local is not None else lambda: None
     descend(lambda: trained(task.batch(generator)), optimizer, run["steps"], after=after)
@@ -72,7 +70,7 @@ def name(run: Run) -> str:
     return "{method}/{rate:g}/seed {seed}/{steps} steps".format(**run)
 
 
-def rows(results: dict[str, dict[str, float]], runs: list[Run]) -> list[dict[str, Any]]:
+def rows(results: Results, runs: list[Run]) -> list[dict[str, Any]]:
     """A row for each method: losses by rate, where all seeds are there, and its best over dense's best."""
     found = []
     for method in dict.fromkeys(run["method"] for run in runs):
@@ -92,13 +90,11 @@ def rows(results: dict[str, dict[str, float]], runs: list[Run]) -> list[dict[str
     return [row | {"over dense": round(row["loss"] / dense, 4) if dense else ""} for row in found]
 
 
-def show(found: list[dict[str, Any]], path: Path | None) -> None:
+def print_and_write(found: list[dict[str, Any]], path: Path | None) -> None:
     """Print the rows, and write them to a file."""
     columns = list(dict.fromkeys(column for row in found for column in row))
-    table = Table(*columns, title=f"character LSTM, AdamW, {RANKS} ranks: held-out loss by learning rate and seed")
-    for row in found:
-        table.add_row(*(f"{row.get(each, ''):.4f}" if each == "loss" else str(row.get(each, "")) for each in columns))
-    Console().print(table)
+    cells = ((f"{row[each]:.4f}" if each == "loss" else str(row.get(each, "")) for each in columns) for row in found)
+    show(columns, cells, f"character LSTM, AdamW, {RANKS} ranks: held-out loss by learning rate and seed")
     if path is not None:
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)
@@ -124,13 +120,13 @@ def main() -> None:
         for rate in sorted(given.rates, key=lambda each: abs(each - 1e-2))
         for method in given.methods
     ]
-    missing = [run for run in runs if name(run) not in read_results(given.json)]
+    missing = [run for run in runs if name(run) not in Results(given.json)]
     if missing and not given.show:
         if given.root is None:
             parser.error("--root is needed to train")
         todo = [run | {"name": name(run), "model": "lstm"} for run in missing]
         run_beside(RANKS, work, todo, given.root, given.json, train, 4)
-    show(rows(read_results(given.json), runs), given.csv)
+    print_and_write(rows(Results(given.json), runs), given.csv)
 
 
 if __name__ == "__main__":

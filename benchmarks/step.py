@@ -26,8 +26,8 @@ from rich.table import Table
 
 from benchmarks._gpu import isolated
 from benchmarks._gpu.machine import console, surroundings
+from benchmarks._gpu.models import MODELS
 from benchmarks._gpu.step import METHODS, REPLAYED, measure
-from benchmarks._models import MODELS
 
 PRECISIONS = ("bf16", "tf32")
 MOST_SECONDS = 300.0

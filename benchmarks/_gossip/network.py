@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks._gossip.rank import DDP, LOCAL_STEPS, METHODS
 from benchmarks._network.show import FREE, kappa
 from benchmarks.harness.lab import Lab
 from benchmarks.harness.launch import run_ranks
+from benchmarks.harness.results import write
+from benchmarks.harness.tables import show
 
 
 def measure(
@@ -42,8 +40,7 @@ def measure(
             found = run_ranks(lab, told, "benchmarks._gossip.rank")[0]
         cells.append({"ranks": ranks, "rate": rate, "last": last, "delay_ms": delay, **told, **found})
         _show(cells[-1])
-        if path is not None:
-            path.write_text(json.dumps({"cells": cells}, indent=2))
+        write(path, {"cells": cells})
     return cells
 
 
@@ -54,9 +51,8 @@ def _show(cell: dict[str, Any]) -> None:
         f"round trip of {cell['delay_ms']:g} ms (measured {cell['ping_ms']:.1f}); "
         f"computing emulated: a sleep of {cell['compute_ms']:g} ms, nothing beside it"
     ) + kappa(cell["rate"], cell["wire_bytes"][DDP], cell["ms"][FREE])
-    table = Table("method", "ms a step", "of it not asleep", "kB sent a step", "by formula", "averages", title=title)
-    for name in cell["methods"]:
-        table.add_row(
+    rows = (
+        (
             name,
             f"{cell['ms'][name]:.1f}",
             f"{cell['ms'][name] - cell['compute_ms']:.1f}",
@@ -64,4 +60,7 @@ def _show(cell: dict[str, Any]) -> None:
             f"{cell['formula_bytes'][name] / 1e3:.1f}" if name in cell["formula_bytes"] else "",
             f"{cell['averages'][name]:.2f}" if name in cell["averages"] else "",
         )
-    Console(width=120).print(table)
+        for name in cell["methods"]
+    )
+    head = ("method", "ms a step", "of it not asleep", "kB sent a step", "by formula", "averages")
+    show(head, rows, title, width=120)

@@ -1,169 +1,188 @@
-"""ResNet-20 on a part of CIFAR-10 by ranks that are threads: equal steps and batches for every method."""
+"""One training without a leader, on ranks that are threads or processes, and with a wait for each other or without."""
 
 from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks._gossip.methods import ALL_REDUCE, METHODS
-from lightning_compress.collectives import Collective, run_threads
+from benchmarks._gossip.data import Data
+from benchmarks._gossip.methods import ALL_REDUCE, ASYNCHRONOUS, METHODS
+from benchmarks.harness.launch import run_beside
+from lightning_compress.collectives import Collective, TorchCollective, run_threads
 from lightning_compress.collectives.counting import all_reduce_bytes
-from lightning_compress.core.layout import Layout
-from lightning_compress.core.random import mix
-from lightning_compress.gossip.algorithm import Mixing
-from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
-from lightning_compress.gossip.neighbours import Neighbours
-from lightning_compress.gossip.topology import build_topology
-from recipes.resnet.cifar10 import FOLDER, MEAN, STD, TEST_FILES, TRAIN_FILES, read_batches
-from recipes.resnet.data import Split, crop_and_flip
-from recipes.resnet.model import ResNet
-
-MOMENTUM, DECAY = 0.9, 5e-4
-Row = dict[str, Any]
+from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
+from lightning_compress.contrib.asynchronous.pairwise import PairwiseAverage
+from lightning_compress.periodic.gossip import Gossip
 
 
-class Task:
-    """Training and test images, the same for all methods.
+@dataclass(frozen=True)
+class Job:
+    """One training run.
 
     Args:
-        root: holds the folder of CIFAR-10's binary files.
-        images: of the training set to use.
-        tested: of the test set to use.
+        method: of ``METHODS`` or ``ASYNCHRONOUS``.
+        ranks: on a ring.
+        batches: of all ranks together.
+        seconds: after which the ranks stop, too; 0: never.
+        seed: of weights and batches.
+        sleep_s: that a batch takes besides, as if it took longer to compute.
+        slow: by how much the last rank is slower.
+        link_s: that a question of the last rank takes longer, and its answers, too.
+        rate: the learning rate at first.
     """
 
-    def __init__(self, root: Path, images: int, tested: int) -> None:
-        train = read_batches(root / FOLDER, TRAIN_FILES[: -(-images // 10_000)])
-        self.train = train.rows(0, images)
-        self.test = read_batches(root / FOLDER, TEST_FILES).rows(0, tested)
-
-    def share(self, rank: int, ranks: int) -> Split:
-        """A rank's own images: no other rank has them."""
-        return Split(self.train.images[rank::ranks], self.train.labels[rank::ranks])
-
-
-def run(task: Task, method: str, ranks: int, seed: int, steps: int, batch: int, rate: float) -> Row:
-    """Train by one method; what it came to, as rank 0 tells it."""
-    start = time.perf_counter()
-    found = run_threads(
-        ranks, lambda collective: _rank(collective, task, method, seed, steps, batch // ranks, rate), timeout=3600
-    )
-    row = found[0] | {"bytes_a_step": sum(each["bytes_a_step"] for each in found) / ranks}
-    row["hash_failures"] = sum(each["hash_failures"] for each in found)
-    return row | {"seconds": round(time.perf_counter() - start, 1)}
+    method: str
+    ranks: int = 4
+    batches: int = 2400
+    seconds: float = 0.0
+    seed: int = 0
+    sleep_s: float = 0.0
+    slow: float = 1.0
+    link_s: float = 0.0
+    rate: float = 0.05
 
 
-def _rank(
-    collective: Collective, task: Task, method: str, seed: int, steps: int, batch: int, rate: float
-) -> dict[str, float]:
-    model = ResNet(20)
-    draw(model, seed)
-    parameters = list(model.parameters())
-    vector = nn.utils.parameters_to_vector(parameters).detach().clone()
-    optimizer = torch.optim.SGD(parameters, rate, momentum=MOMENTUM, weight_decay=DECAY)
-    mixing, neighbours = _mixing(collective, method, vector, seed)
-    own, sent = task.share(collective.rank, collective.size), 0
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
-        images, labels = batch_of(own, batch, mix(seed, step, collective.rank + 1))
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        if mixing is None:
-            sent += _average_gradients(parameters, collective)
-            optimizer.step()
-            continue
-        optimizer.step()
-        if step % METHODS[method].get("every", 1) == 0:
-            torch.cat([each.detach().view(-1) for each in parameters], out=vector)
-            mixing.mix(vector, float(optimizer.param_groups[0]["lr"]))
-            nn.utils.vector_to_parameters(vector.clone(), parameters)
-    consensus = _mean_model(model, vector, collective, mixing)
-    accuracy, loss_there = test(model, task.test) if collective.rank == 0 else (0.0, 0.0)
-    return {
-        "accuracy": round(accuracy, 2),
-        "test_loss": round(loss_there, 4),
-        "bytes_a_step": (neighbours.bytes_sent if mixing else sent) / steps,
-        "memory": sum(4 * each.numel() for each in mixing.vectors.values()) / len(vector) if mixing else 0.0,
-        "consensus": consensus,
-        "hash_failures": mixing.figures().get("hash_failures", 0.0) if mixing else 0.0,
-        "theta": mixing.figures().get("theta", 0.0) if mixing else 0.0,
-    }
+class AllReduce:
+    """All ranks' gradients are averaged in each step; to be called as ``Gossip`` is."""
+
+    def start(self, model: nn.Module, optimizers: Sequence[object], ranks: Collective) -> None:
+        """See ``Gossip``."""
+        self._model, self._ranks, self._sent = model, ranks, 0
+
+    def before_step(self, optimizer: object) -> None:
+        """Average the gradients."""
+        gradients = [each.grad for each in self._model.parameters() if each.grad is not None]
+        mean = torch.cat([each.view(-1) for each in gradients])
+        self._ranks.all_reduce(mean)
+        for gradient, part in zip(gradients, mean.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(part.view(gradient.shape) / self._ranks.size)
+        self._sent += all_reduce_bytes(4 * len(mean), self._ranks.size)
+
+    def after_step(self) -> None:
+        """See ``Gossip``."""
+
+    def finish(self) -> None:
+        """Average BatchNorm's statistics."""
+        for each in self._model.buffers():
+            if each.is_floating_point():
+                self._ranks.all_reduce(each)
+                each /= self._ranks.size
+
+    def stats(self) -> dict[str, Any]:
+        """See ``Gossip``."""
+        return {"bytes_to_all": float(self._sent), "consensus_distance": 0.0}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Gossip``."""
+        return {"mixing": {"vectors": {}}}
+
+    def close(self) -> None:
+        """See ``Gossip``."""
 
 
-def draw(model: nn.Module, seed: int) -> None:
-    """The same weights on all ranks, though threads share the generator that a model is drawn from."""
-    generator = torch.Generator().manual_seed(seed)
-    for each in model.modules():
-        if isinstance(each, nn.Conv2d | nn.Linear):
-            nn.init.kaiming_normal_(each.weight, nonlinearity="relu", generator=generator)
-
-
-def _mixing(collective: Collective, method: str, vector: Tensor, seed: int) -> tuple[Mixing | None, Neighbours]:
-    settings = METHODS[method]
-    algorithm = build_algorithm(settings.get("algorithm", "dpsgd"))
-    topology = algorithm.fit_topology(build_topology(settings.get("topology", "ring"), collective.size), None)
-    neighbours = Neighbours(collective, topology)
+def build(method: str, seed: int) -> AllReduce | Gossip | AsyncGossip:
+    """What averages, by the name of a method."""
     if method == ALL_REDUCE:
-        return None, neighbours
-    compressor = build_gossip_compressor(settings.get("compressor"), algorithm)
-    layout = Layout.of([("parameters", (len(vector),))])
-    return algorithm.begin(vector, neighbours, compressor, layout, seed), neighbours
+        return AllReduce()
+    settings = (METHODS | ASYNCHRONOUS)[method]
+    kind = AsyncGossip if settings["algorithm"] == "adpsgd" else Gossip
+    return kind(**settings, seed=seed)
 
 
-def batch_of(split: Split, batch: int, key: int) -> tuple[Tensor, Tensor]:
-    """Some images of a rank's own, drawn from this key: cropped, flipped and normalised."""
-    generator = torch.Generator().manual_seed(key % 2**63)
-    rows = torch.randint(len(split.labels), (batch,), generator=generator)
-    bits = torch.randint(2**31, (batch,), generator=generator)
-    return _normalised(crop_and_flip(split.images[rows], bits)), split.labels[rows]
+def run_as_threads(job: Job, data: Data) -> dict[str, Any]:
+    """Train on ranks that are threads; see ``train``."""
+    return _together(run_threads(job.ranks, lambda ranks: train(job, data, ranks), timeout=3600))
 
 
-def _normalised(images: Tensor) -> Tensor:
-    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (MEAN, STD))
-    return ((images.float() / 255 - mean) / std).to(memory_format=torch.channels_last)  # a sixth faster
+def run_as_processes(job: Job, data: Data) -> dict[str, Any]:
+    """Train on ranks that are forks of this process; see ``train``.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; the others are killed.
+    """
+    return _together(run_beside(job.ranks, train, job, data, start="fork"))
 
 
-def _average_gradients(parameters: list[nn.Parameter], collective: Collective) -> int:
-    gradient = torch.cat([each.grad.view(-1) for each in parameters if each.grad is not None])
-    collective.all_reduce(gradient)
-    start = 0
-    for each in parameters:
-        assert each.grad is not None
-        each.grad.copy_(gradient[start : start + each.numel()].view(each.shape) / collective.size)
-        start += each.numel()
-    return all_reduce_bytes(4 * len(gradient), collective.size)
+def _together(told: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: [each[name] for each in told] for name in ("steps", "seconds", "stats")}
+    return {**found, **told[0]["test"]}
 
 
-def _mean_model(model: nn.Module, vector: Tensor, collective: Collective, mixing: Mixing | None) -> float:
-    """Leave the mean of all models, BatchNorm's statistics too; how far apart they were, relative to its norm."""
-    tensors = [each.data for each in [*model.parameters(), *model.buffers()] if each.is_floating_point()]
-    own = torch.cat([each.reshape(-1) for each in tensors])
-    mean, count = own.clone(), len(vector)
-    if mixing and (surplus := mixing.surplus()):
-        mean[:count] += surplus[0]  # the weights sum to the number of ranks
-    collective.all_reduce(mean)
-    mean /= collective.size
-    apart = (own[:count] - mean[:count]).double().square().sum()[None]
-    collective.all_reduce(apart)
-    for each, part in zip(tensors, mean.split([each.numel() for each in tensors]), strict=True):
-        each.copy_(part.view(each.shape))
-    return float((apart / collective.size).sqrt() / mean[:count].double().norm())
+def train(job: Job, data: Data, ranks: Collective | None = None) -> dict[str, Any]:
+    """Train on one rank.
+
+    Args:
+        job: what.
+        data: with what.
+        ranks: all of them; None: those of torch.distributed.
+
+    Returns:
+        ``steps`` and ``seconds``; figures of the averaging (``stats``): with ``sent``, bytes to other ranks, and
+        ``memory``, bytes for each parameter that are kept between two steps; and of rank 0's ``test`` of the mean model
+        ``loss`` and ``accuracy``.
+    """
+    ranks = ranks or TorchCollective()
+    rank, last = ranks.rank, ranks.rank == job.ranks - 1
+    model = data.network(job.seed)
+    optimizer = torch.optim.SGD(model.parameters(), job.rate, momentum=0.9, weight_decay=data.decay)
+    if job.link_s and last:
+        _slow_down(job.link_s)
+    gossip = build(job.method, job.seed)
+    gossip.start(model, [optimizer], ranks=ranks)
+    ranks.all_reduce(torch.zeros(1))  # all are here
+    begun, steps, first = time.perf_counter(), 0, rank  # ranks that wait for each other have the same learning rate
+    if isinstance(gossip, AsyncGossip):
+        first = 0
+        gossip.resume()
+    for number in _numbers(gossip, rank, job, begun):
+        time.sleep(job.sleep_s * (job.slow if last else 1.0))
+        if data.cosine:
+            optimizer.param_groups[0]["lr"] = job.rate * (1 + math.cos(math.pi * (number - first) / job.batches)) / 2
+        images, labels = data.batch(job.seed, number, rank, job.ranks)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        gossip.before_step(optimizer)
+        optimizer.step()
+        gossip.after_step()
+        steps += 1
+    seconds = time.perf_counter() - begun
+    sent = sum(each for name, each in gossip.stats().items() if name.startswith("bytes_to_"))
+    kept = {} if isinstance(gossip, AsyncGossip) else gossip.state_dict()["mixing"]["vectors"]
+    gossip.finish()
+    loss, accuracy = (0.0, 0.0) if rank else data.test(model)  # all have the same model now
+    figures = {name: each for name, each in gossip.stats().items() if isinstance(each, float)}
+    gossip.close()
+    memory = 4 * sum(each.numel() for each in kept.values()) / sum(each.numel() for each in model.parameters())
+    figures |= {"sent": sent, "memory": memory}
+    return {"steps": steps, "seconds": seconds, "stats": figures, "test": {"loss": loss, "accuracy": accuracy}}
 
 
-def test(model: nn.Module, split: Split) -> tuple[float, float]:
-    """Accuracy in percent, and the mean loss."""
-    model.eval()
-    right, loss = 0, 0.0
-    with torch.no_grad():
-        for start in range(0, len(split.labels), 500):
-            part = split.rows(start, start + 500)
-            logits = model(_normalised(part.images))
-            right += int((logits.argmax(1) == part.labels).sum())
-            loss += float(F.cross_entropy(logits, part.labels, reduction="sum"))
-    return 100 * right / len(split.labels), loss / len(split.labels)
+def _numbers(gossip: object, rank: int, job: Job, begun: float) -> Iterator[int]:
+    """Yield this rank's batches: those that no other has taken, or every so many."""
+    number = rank
+    while number < job.batches and not (job.seconds and time.perf_counter() - begun > job.seconds):
+        yield number
+        number = job.ranks - 1 + gossip.take(1) if isinstance(gossip, AsyncGossip) else number + job.ranks
+
+
+def _slow_down(seconds: float) -> None:
+    """Have this process's questions and answers take longer: half of it on the way there, half on the way back."""
+    ask, answer = PairwiseAverage.ask, PairwiseAverage.answer
+
+    def slow_ask(self: PairwiseAverage, *given: Any) -> bool:
+        time.sleep(seconds)
+        return ask(self, *given)
+
+    def slow_answer(self: PairwiseAverage, *given: Any) -> Any:
+        time.sleep(seconds)
+        return answer(self, *given)
+
+    patched: Any = PairwiseAverage
+    patched.ask, patched.answer = slow_ask, slow_answer

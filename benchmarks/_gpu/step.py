@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._gpu import echo
 from benchmarks._gpu.isolated import FATAL, Row, Task, breaks_device, said
 from benchmarks._gpu.memory import allocated, give_back
+from benchmarks._gpu.models import MODELS, SMALL, Training
 from benchmarks._gpu.replayed import Replayed
 from benchmarks._gpu.trace import overlap
-from benchmarks._models import MODELS, SMALL, Training
 from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.methods import SETS
 from benchmarks._timing import waits_for_device

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks._network.methods import ALONE, PAPER
 from benchmarks.harness.lab import bits_per_second
 from benchmarks.harness.models import MODELS
+from benchmarks.harness.tables import show as show_table
 from lightning_compress.collectives.counting import all_reduce_bytes
 
 FREE = "no communication"
@@ -74,20 +74,13 @@ def show(found: dict[str, Any], said: str) -> None:
     }
     rows = [[cell(name) for cell in columns.values()] for name in medians]
     kept = [place for place in range(len(columns)) if any(row[place] for row in rows)]
-    table = Table(title=said, caption=CAPTION)
-    for place in kept:
-        if place == 0:  # of which JSON may be long
-            table.add_column(list(columns)[place], max_width=50)
-        else:
-            table.add_column(list(columns)[place], justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*[row[place] for place in kept])
-    _print(table)
+    head = [list(columns)[place] for place in kept]
+    show_table(head, [[row[place] for place in kept] for row in rows], said, CAPTION, width=_width(), words=1)
 
 
-def _print(table: Table) -> None:
+def _width() -> int:
     console = Console()
-    Console(width=console.width if console.is_terminal else WIDTH).print(table)
+    return console.width if console.is_terminal else WIDTH
 
 
 def _ratio(above: float | None, below: float | None) -> str:
@@ -97,10 +90,11 @@ def _ratio(above: float | None, below: float | None) -> str:
 def show_paper(found: dict[str, Any], said: str) -> None:
     """Print by what factor each fft is faster than what it was run with, beside the paper's factors."""
     medians = found["ms"]
-    table = Table("fft against", "here", "in the paper", title=said, caption="not comparable in absolute terms")
+    rows = []
     for name, value in medians.items():
         family, _, which = name.partition(", ")
         rival = next((ms for fft, ms in medians.items() if fft.startswith(f"fft, {which}")), None)
         if family in PAPER and rival and family != "fft":
-            table.add_row(name, f"{value / rival:.2f} x", f"{PAPER[family]} x")
-    _print(table)
+            rows.append((name, f"{value / rival:.2f} x", f"{PAPER[family]} x"))
+    head, caption = ("fft against", "here", "in the paper"), "not comparable in absolute terms"
+    show_table(head, rows, said, caption, width=_width())

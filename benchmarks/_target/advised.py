@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks._target.methods import DENSE, FREE
 from benchmarks._target.show import WIDTH
 from benchmarks._target.tasks import Task
 from benchmarks._target.times import Place, Times
+from benchmarks.harness import tables
 from benchmarks.harness.lab import bits_per_second
 from lightning_compress.commands import advise
 
@@ -49,15 +47,13 @@ def over_measured(task: Task, place: Place, measured: dict[str, Any]) -> dict[st
 
 def show(times: Times) -> None:
     """Print predicted over measured steps of every link, and how many are near enough."""
-    table = Table(title="steps that advise predicts without a run, over measured ones")
-    for name in ("rate", "round trip", *ROWS.values()):
-        table.add_column(name)
-    ratios: list[float] = []
+    rows, ratios = list[tuple[str, ...]](), list[float]()
     for place in times.places:
         if (measured := times.get(place)) is not None:
             found = over_measured(times.task, place, measured)
             said = (f"{found[name]:.2f}" if name in found else "" for name in ROWS.values())
-            table.add_row(place.rate, f"{place.delay_ms:g} ms", *said)
+            rows.append((place.rate, f"{place.delay_ms:g} ms", *said))
             ratios += found.values()
-    Console(width=WIDTH).print(table)
+    head = ("rate", "round trip", *ROWS.values())
+    tables.show(head, rows, "steps that advise predicts without a run, over measured ones", width=WIDTH)
     print(f"within {WITHIN:.0%}: {sum(abs(each - 1) <= WITHIN for each in ratios)} of {len(ratios)}")

@@ -7,13 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks._target.compose import Cell, Entry
 from benchmarks._target.methods import AUTO, DDP, DENSE, HOOKS
 from benchmarks._target.steps import REPORTED, Steps
 from benchmarks._target.whole import Compared
+from benchmarks.harness import tables
 from benchmarks.harness.lab import bits_per_second
 from recipes.tables.drawing import MARKERS, canvas, caption, legend, save
 
@@ -43,46 +41,30 @@ def show_steps(steps: Steps) -> None:
     """Print every method's batches to both targets; of those that are not complete, by what is there so far."""
     targets = steps.targets()[REPORTED]
     said = [f"{loss:.4f} ({which})" for loss, which in zip(targets, TARGETS, strict=True)]
-    table = Table(title=f"{steps.task.title}: batches to a held-out loss of {' and '.join(said)}, by seed")
-    for name in ("run", "rate", *TARGETS, "/ dense", "notes"):
-        table.add_column(name, no_wrap=name == "run")
-    dense = steps.to_target(DDP, 1)
+    title = f"{steps.task.title}: batches to a held-out loss of {' and '.join(said)}, by seed"
+    dense, rows = steps.to_target(DDP, 1), list[tuple[str, ...]]()
     for run in steps.runs:
         both = [steps.so_far(run, place) for place in range(2)]
         columns = [" ".join(MISS if each is None else str(each) for each in found) for found in both]
         rate = " ".join(f"{each:g}" for each in steps.tried(run)[:1])
         if dense is None or steps.to_target(run, 1) is None:
-            table.add_row(run, rate, *columns, "incomplete")
+            rows.append((run, rate, *columns, "incomplete"))
             continue
         missed = sum(each is None for each in both[1])
         pairs = list(zip(both[1], dense, strict=False))
         over = [(each or steps.task.most) / (own or steps.task.budget) for each, own in pairs]
         notes = [f"{missed} of {len(pairs)} missed"] * bool(missed)
         notes += ["seeds are missing"] * (steps.next_of(run) is not None)
-        table.add_row(run, rate, *columns, f"{sum(over) / len(over):.2f}", ", ".join(notes))
-    Console(width=WIDTH).print(table)
+        rows.append((run, rate, *columns, f"{sum(over) / len(over):.2f}", ", ".join(notes)))
+    tables.show(("run", "rate", *TARGETS, "/ dense", "notes"), rows, title, width=WIDTH, firm=("run",))
 
 
 def show(cells: list[Cell], place: int) -> None:
     """Print the winner on every link, the factor over the best of theirs, and what ``auto`` cost."""
-    table = Table(title=f"time to target ({TARGETS[place]}), over computing alone")
-    for name in ("rate", "round trip", "kappa", "best of ours", "best of theirs", "factor", "best hook", "factor"):
-        table.add_column(name)
-    for name in ("auto / by hand", "/ DDP"):
-        table.add_column(name)
-    for cell in cells:
-        factor, auto = cell.factor(), cell.of_auto()
-        table.add_row(
-            cell.place.rate,
-            f"{cell.place.delay_ms:g} ms",
-            f"{cell.kappa:.2f}",
-            *(_best(cell.best(side)) for side in ("ours", "theirs")),
-            f"{factor:.2f} x{'' if cell.is_clear() else ', seeds overlap'}" if factor else "",
-            _best(cell.best("theirs", HOOKS)),
-            f"{over_hooks:.2f} x" if (over_hooks := cell.factor(HOOKS)) else "",
-            *(f"{auto[name]:.2f}" if name in auto else "" for name in ("hand", "ddp")),
-        )
-    Console(width=WIDTH).print(table)
+    head = ("rate", "round trip", "kappa", "best of ours", "best of theirs", "factor", "best hook", "factor")
+    rows = map(_line_of_link, cells)
+    title = f"time to target ({TARGETS[place]}), over computing alone"
+    tables.show((*head, "auto / by hand", "/ DDP"), rows, title, width=WIDTH)
     if missing := list(dict.fromkeys(name for cell in cells for name in cell.missing)):
         print(f"not in it, as their runs are missing: {'; '.join(missing)}")
     missed = {each.method.name: each.missed for cell in cells for each in cell.entries if each.missed}
@@ -91,15 +73,28 @@ def show(cells: list[Cell], place: int) -> None:
         print(f"missed the target, so counted to the end of the run, and never the best: {said}")
 
 
+def _line_of_link(cell: Cell) -> tuple[str, ...]:
+    factor, auto = cell.factor(), cell.of_auto()
+    return (
+        cell.place.rate,
+        f"{cell.place.delay_ms:g} ms",
+        f"{cell.kappa:.2f}",
+        *(_best(cell.best(side)) for side in ("ours", "theirs")),
+        f"{factor:.2f} x{'' if cell.is_clear() else ', seeds overlap'}" if factor else "",
+        _best(cell.best("theirs", HOOKS)),
+        f"{over_hooks:.2f} x" if (over_hooks := cell.factor(HOOKS)) else "",
+        *(f"{auto[name]:.2f}" if name in auto else "" for name in ("hand", "ddp")),
+    )
+
+
 def show_whole(found: list[Compared]) -> None:
     """Print trainings over a link beside what the map says of them."""
-    table = Table(title="whole trainings over a link, and the map")
-    for name in ("method", "batches", "seconds", "by step times after it", "measured / it", "on the map"):
-        table.add_column(name)
+    rows = []
     for each in found:
         beside = (f"{each.beside:.0f}", f"{each.seconds / each.beside:.2f}") if each.beside else ("", "")
-        table.add_row(each.name, str(each.batches), f"{each.seconds:.0f}", *beside, f"{each.composed:.0f}")
-    Console(width=WIDTH).print(table)
+        rows.append((each.name, str(each.batches), f"{each.seconds:.0f}", *beside, f"{each.composed:.0f}"))
+    head = ("method", "batches", "seconds", "by step times after it", "measured / it", "on the map")
+    tables.show(head, rows, "whole trainings over a link, and the map", width=WIDTH)
 
 
 def _best(found: Entry | None) -> str:

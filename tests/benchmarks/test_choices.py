@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from benchmarks.choices import best, chosen, over, predicted_ms, show
+from benchmarks._network.choosing import best, chosen, over, predicted_ms
+from benchmarks.choices import show
 
 
 def cell(said=(), **ms):

@@ -1,47 +1,82 @@
-"""Gossip's benchmark: equal beginnings, and rows that are not run again."""
+"""Gossip's benchmarks: equal beginnings, and rows that are not run again."""
+
+import sys
 
 import numpy as np
+import pytest
 import torch
 
-from benchmarks._gossip import accuracy, training
-from benchmarks._gossip.methods import METHODS
+from benchmarks import asynchronous, gossip
+from benchmarks._gossip.data import Digits, Pictures
+from benchmarks._gossip.methods import ALL_REDUCE, ASYNCHRONOUS, METHODS
 from benchmarks._gossip.rank import METHODS as OVER_LINKS
+from benchmarks._gossip.training import AllReduce, build
+from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from recipes.resnet.data import Split
+from recipes.tables.rows import read_rows
 
 
-class Noise:
+class Noise(Pictures):
     """Images of nothing."""
 
     def __init__(self, *_):
         generator = torch.Generator().manual_seed(0)
-        self.test = Split(
+        self._test = self._train = Split(
             torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=generator), torch.arange(20) % 10
         )
-        self.share = lambda rank, ranks: Split(self.test.images[rank::ranks], self.test.labels[rank::ranks])
+        self._size, self._shared = 6, False
 
 
 def test_rows_are_written_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(accuracy, "Task", Noise)
+    monkeypatch.setattr(gossip, "Pictures", Noise)
     methods = ["all-reduce", "D-PSGD", "Moniqua, 4 bits, every 2nd step", "SGP, used a round later"]
     path = tmp_path / "new" / "rows.csv"
-    given = {"steps": 2, "images": 20, "batch": 6, "rate": 0.1, "tested": 20}
+    words = ["accuracy", "--root", "x", "--csv", str(path), "--ranks", "3", "--seeds", "0", "--steps", "2"]
+    words += ["--images", "20", "--batch", "6", "--tested", "20", "--methods", *methods]
+    monkeypatch.setattr(sys, "argv", ["gossip", *words])
     for _ in range(2):
-        accuracy.measure(path, tmp_path, methods, [3], [0], **given)
-    rows = list(accuracy.known(path).values())
+        gossip.main()
+    rows = read_rows(path)
     assert [row["method"] for row in rows] == methods
     numel = 269_722
     sent = [float(row["bytes_a_step"]) for row in rows]
     np.testing.assert_allclose(sent, [4 / 3 * 4 * numel, 2 * 4 * numel, 4 * numel, 4 * numel], rtol=1e-3)
-    first, gossip = (float(row["test_loss"]) for row in rows[:2])
-    assert abs(first - gossip) < 0.1 * first  # a ring of 3 is the complete graph
+    assert [round(float(row["memory"])) for row in rows] == [0, 0, 0, 8]
+    first, mixed = (float(row["test_loss"]) for row in rows[:2])
+    assert abs(first - mixed) < 0.1 * first  # a ring of 3 is the complete graph
     said = capsys.readouterr().out
     assert said.count("3 ranks, seed 0") == 4
     assert "steps of 6 images over all ranks" in " ".join(said.split())
 
 
 def test_every_method_can_be_made():
-    for method in METHODS:
-        if method != training.ALL_REDUCE:
-            algorithm = training.build_algorithm(METHODS[method]["algorithm"])
-            training.build_gossip_compressor(METHODS[method].get("compressor"), algorithm)
+    for method in METHODS | ASYNCHRONOUS:
+        made = build(method, 0)
+        assert isinstance(made, AllReduce) == (method == ALL_REDUCE)
+        assert isinstance(made, AsyncGossip) == method.startswith("AD-PSGD")
     assert len(OVER_LINKS) == 16
+
+
+def test_ranks_draw_the_same_batches_whatever_the_method():
+    images, labels = Digits().batch(1, 5, rank=0, ranks=2)
+    assert torch.equal(Digits().batch(1, 5, rank=1, ranks=2)[0], images)
+    assert len(labels) == 16
+    own = [Noise().batch(1, 4 + rank, rank, 2)[1] for rank in range(2)]
+    assert len(own[0]) == 3
+    assert not torch.equal(*own)
+
+
+@pytest.mark.thorough
+def test_ranks_that_do_not_wait_learn_digits(tmp_path, monkeypatch, capfd):
+    path = tmp_path / "rows.csv"
+    words = ["accuracy", "--csv", str(path), "--seeds", "0", "--batches", "200"]
+    monkeypatch.setattr(sys, "argv", ["asynchronous", *words])
+    for _ in range(2):
+        asynchronous.main()
+    rows = read_rows(path)
+    assert [(row["method"], row["slow"]) for row in rows] == [
+        *((method, "1.0") for method in ASYNCHRONOUS),
+        ("AD-PSGD", "10.0"),
+    ]
+    assert all(float(row["accuracy"]) > 50 for row in rows)
+    assert "4 ranks, 200 batches" in capfd.readouterr().out

@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from benchmarks import optimizers
+from benchmarks.harness.methods import METHODS
+from lightning_compress.settings.run_state import RunState
 from tests.benchmarks.test_error import write_text
 
 
@@ -34,10 +36,8 @@ def test_runs_are_not_repeated(tmp_path, monkeypatch, capfd):
     assert json.loads(results.read_text()) == found
 
 
-def test_methods_that_there_are_not_are_passed_over(monkeypatch):
-    monkeypatch.setitem(optimizers.METHODS, "later", {"compressor": "later"})
-    monkeypatch.setitem(optimizers.METHODS, "wrong", {"compressor": {"name": "topk", "density": 7}})
-    assert optimizers.known("topk 1 %")
-    assert not optimizers.known("later")
-    with pytest.raises(ValueError, match="density"):
-        optimizers.known("wrong")
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_one(name):
+    RunState.of(**METHODS[name])
+    for exchange in optimizers.EXCHANGES.values():
+        assert RunState.of("none", exchange)

@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from benchmarks import qsvrg
+from benchmarks._qsvrg import training
+from benchmarks._qsvrg.problem import Problem
 from lightning_compress.codecs import QSGD
 
-TRAINING = qsvrg.Training(epochs=6, steps=90, batch=4)
+TRAINING = training.Training(epochs=6, steps=90, batch=4)
 
 
 @pytest.fixture(scope="module")
 def problem():
     """Better conditioned than the benchmark's, so that epochs may be short."""
-    return qsvrg.Problem.of_digits(2, penalty=1.0)
+    return Problem.of_digits(2, penalty=1.0)
 
 
 def test_gradient_and_optimum(problem):
@@ -31,14 +33,14 @@ def test_gradient_and_optimum(problem):
 
 @pytest.mark.parametrize("name", ["SVRG", pytest.param("QSVRG 6 bits, l2", marks=pytest.mark.thorough), "QSVRG 4 bits"])
 def test_corrected_methods_converge_linearly(problem, name):
-    found, _ = qsvrg.distances(problem, qsvrg.METHODS[name], 2, TRAINING)
+    found, _ = training.distances(problem, qsvrg.METHODS[name], 2, TRAINING)
     assert found[-1] < 1e-10
     assert all(later < 0.2 * earlier for earlier, later in pairwise(found) if later > 1e-13)
 
 
 def test_without_the_correction_it_stops(problem):
-    found, bits = qsvrg.distances(problem, qsvrg.METHODS["QSGD 4 bits"], 2, TRAINING)
-    dense, more = qsvrg.distances(problem, qsvrg.METHODS["SGD"], 2, TRAINING)
+    found, bits = training.distances(problem, qsvrg.METHODS["QSGD 4 bits"], 2, TRAINING)
+    dense, more = training.distances(problem, qsvrg.METHODS["SGD"], 2, TRAINING)
     for each in (found, dense):
         assert min(each) > 1e-4
         assert each[-1] > 0.2 * each[0]
@@ -48,20 +50,20 @@ def test_without_the_correction_it_stops(problem):
 
 @pytest.mark.parametrize("name", [pytest.param("SVRG", marks=pytest.mark.thorough), "QSVRG 4 bits"])
 def test_ranks_that_do_not_wait_converge_linearly_too(problem, name):
-    found, bits = qsvrg.late_distances(problem, qsvrg.METHODS[name], 2, TRAINING, 2)
+    found, bits = training.late_distances(problem, qsvrg.METHODS[name], 2, TRAINING, 2)
     assert all(later < 0.5 * earlier for earlier, later in pairwise(found) if later > 1e-9)
     assert found[-1] < 1e-7
     assert 4 < bits < 7 if name != "SVRG" else 32 < bits < 36
-    stopped, _ = qsvrg.late_distances(problem, qsvrg.METHODS["QSGD 4 bits"], 2, TRAINING, 2)
+    stopped, _ = training.late_distances(problem, qsvrg.METHODS["QSGD 4 bits"], 2, TRAINING, 2)
     assert stopped[-1] > 1e-4
 
 
 @pytest.mark.thorough
 def test_a_coarser_codec_converges_slower(problem):
     """One level in one bucket by the L2 norm: the error may be 25 times the norm of what is sent."""
-    coarse = qsvrg.Method(QSGD(2, bucket=1024, norm="l2"), corrects=True)
+    coarse = training.Method(QSGD(2, bucket=1024, norm="l2"), corrects=True)
     (found, _), (fine, _) = (
-        qsvrg.distances(problem, each, 2, TRAINING) for each in (coarse, qsvrg.METHODS["QSVRG 6 bits, l2"])
+        training.distances(problem, each, 2, TRAINING) for each in (coarse, qsvrg.METHODS["QSVRG 6 bits, l2"])
     )
     assert all(later < 0.2 * earlier for earlier, later in pairwise(found))
     assert found[2] > 100 * fine[2]

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks import scale
+from benchmarks._scale import prediction as scale
 from benchmarks._scale.simulated import Call, Cluster, longer
 from lightning_compress.codecs import OneBit
 from lightning_compress.collectives import CountingCollective, World, run_threads

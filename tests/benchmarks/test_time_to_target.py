@@ -6,8 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from benchmarks import time_to_target
-from benchmarks._target import methods, steps, store, tasks
+from benchmarks._target import methods, parts, steps, store, tasks
 from benchmarks._target import times as target_times
 from benchmarks._target.compose import Cell, compose, entry, seconds
 from benchmarks._target.show import draw, show, show_steps, write_csv
@@ -43,11 +42,11 @@ def test_a_second_start_does_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(steps, "runs", lambda task: TWO)
     task = dataclasses.replace(TASK, budget=4, rates=(0.01,), every=2)
     found = Steps(task, store.Store(tmp_path / "cells"))
-    short = time_to_target.Clock(1e-9)
-    assert time_to_target.train(found, tmp_path, short) == 0
+    short = parts.Clock(1e-9)
+    assert parts.train(found, tmp_path, short) == 0
     assert not (tmp_path / "cells").exists()
 
-    assert time_to_target.train(found, tmp_path, time_to_target.Clock(None)) == 0
+    assert parts.train(found, tmp_path, parts.Clock(None)) == 0
     files = sorted((tmp_path / "cells").rglob("*.json"))
     assert [each.name.rpartition(".")[0].rpartition(".")[0] for each in files] == [
         "accumulation_2_fp16_rate_0.01_seed_0",  # it misses, so it has no other seed
@@ -62,12 +61,12 @@ def test_a_second_start_does_nothing(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().out.count("batches, loss") == 3
 
     files[0].unlink()
-    assert time_to_target.train(found, tmp_path, time_to_target.Clock(None)) == 0
+    assert parts.train(found, tmp_path, parts.Clock(None)) == 0
     assert json.loads(files[0].read_text())["found"]["curve"] == cells[0]["found"]["curve"]
 
-    monkeypatch.setattr(time_to_target, "run_ranks", None)  # nothing is left to do
+    monkeypatch.setattr(parts, "run_ranks", None)  # nothing is left to do
     again = Steps(task, store.Store(tmp_path / "cells"))
-    assert time_to_target.train(again, tmp_path, time_to_target.Clock(None)) == 0
+    assert parts.train(again, tmp_path, parts.Clock(None)) == 0
 
 
 @pytest.mark.parametrize(("more", "same"), [(0.0, True), (0.001, True), (0.01, False)])
@@ -83,8 +82,8 @@ def test_runs_of_earlier_code_are_kept_if_they_begin_alike(known, tmp_path, monk
         rows = [[batch, 4 - batch / 10 + slow, 5 - batch / 10 + slow + more] for batch in range(4, batches + 1, 4)]
         return {"curve": rows, "finite": True, "seconds": 2.0}
 
-    monkeypatch.setattr(time_to_target, "run_ranks", run_ranks)
-    assert time_to_target.train(known, tmp_path, time_to_target.Clock(None)) == 0
+    monkeypatch.setattr(parts, "run_ranks", run_ranks)
+    assert parts.train(known, tmp_path, parts.Clock(None)) == 0
     short = [each for each in started if each[-1] == 10]  # a tenth of the budget of 20, and two evaluations
     assert len(short) == (len(TWO) if same else 1)  # where dense is another, so are the targets
     assert len(started) == len(short) + (0 if same else len(files))
@@ -103,8 +102,8 @@ def test_a_failed_run_is_skipped(tmp_path, monkeypatch, capsys):
     def fails(*_):
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(time_to_target, "run_ranks", fails)
-    assert time_to_target.train(found, tmp_path, time_to_target.Clock(None)) == 1
+    monkeypatch.setattr(parts, "run_ranks", fails)
+    assert parts.train(found, tmp_path, parts.Clock(None)) == 1
     assert "ddp" in capsys.readouterr().err.lower()
 
 

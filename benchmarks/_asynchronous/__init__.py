@@ -1,1 +1,0 @@
-"""Ranks that train without waiting for each other, and what becomes of them."""
