@@ -16,6 +16,7 @@ RETIRED = {
         "compares what advise predicts with measured steps, and benchmarks.choices what auto does",
         "benchmarks.asynchronous kills": "docs/async.md has its figures; tests/contrib/asynchronous kills ranks",
         "benchmarks.backward --accuracy": MEPROP,
+        "benchmarks.backward --parts": "docs/results/backward.md has its figures",
         "benchmarks.backward --recipes": MEPROP,
         "benchmarks.delay": "docs/settings.md has its figures; benchmarks.network --set delay measures steps",
         "benchmarks.gossip pairs": "docs/gossip.md has its figures; benchmarks.gossip network times AD-PSGD's steps",

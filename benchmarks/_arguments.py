@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,6 +35,17 @@ def above_zero(text: str) -> float:
 def positives(text: str) -> list[int]:
     """Whole numbers from 1 on, by commas."""
     return [positive(each) for each in text.split(",")]
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Names by commas, each of which is known."""
+
+    def read(text: str) -> list[str]:
+        if unknown := [each for each in text.split(",") if each not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(known)}")
+        return text.split(",")
+
+    return read
 
 
 def file_to_write(text: str) -> Path:

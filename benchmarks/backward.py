@@ -2,7 +2,6 @@
 
     python -m benchmarks.backward                                # speed, on the CPU or --device cuda
     python -m benchmarks.backward --only 4096 --rounds 20        # cases whose label has this in it
-    python -m benchmarks.backward --parts                        # what a sparse backward pass consists of
 
 Dense and sparse steps take turns in one process. Columns: the least milliseconds of each, their ratio, and the median
 of the rounds' ratios, of the backward pass alone and of the whole training step (forward, backward, SGD).
@@ -51,12 +50,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose label contains this")
     parser.add_argument("--rounds", type=positive, default=30)
     parser.add_argument("--seconds", type=above_zero, default=6.0, help="of each case")
-    parser.add_argument("--parts", action="store_true", help="the parts of one backward pass instead")
     given = parser.parse_args()
-    if given.parts:
-        rows = [(name, f"{ms:.2f}") for name, ms in speed.bounds(4096, 1024, 41)]
-        show(("part", "ms"), rows, "Linear 4096, batch 1024, k 41", width=140)
-        return
     head = ("case", *(f"{of} {what}" for of in ("backward", "step") for what in ("dense", "sparse", "x", "~x")))
     cases = [case for case in CASES if given.only in case.label]
     device = torch.device(given.device)

@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 
-from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive, positives
+from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive, positives, some_of
 from benchmarks._network.choosing import AUTO, COMPRESSORS, DDP, Cell, best, chosen, measure_cell, over
 from benchmarks._network.plot import draw, panels
 from benchmarks.harness import tables
@@ -60,10 +60,10 @@ def parse() -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--models", default=",".join(MODELS))
+    add("--models", type=some_of(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}, by commas")
     add("--rates", default="100mbit,300mbit,1gbit,3gbit,10gbit")
     add("--ranks", type=positives, default=[2, 4, 8], help="by commas (2,4,8)")
-    add("--compressors", default="topk", help=f"of {', '.join(COMPRESSORS)}, by commas")
+    add("--compressors", type=some_of(COMPRESSORS), default=["topk"], help=f"of {', '.join(COMPRESSORS)}, by commas")
     add("--steps", type=positive, default=3, help="that count, of each plan in each of the two passes")
     add("--warm", type=natural, default=3, help="steps before those")
     add(
@@ -75,10 +75,6 @@ def parse() -> argparse.Namespace:
     add("--plot", type=file_to_write, help="draw step time against rate and ranks, a PNG")
     add("--json", type=file_to_write, help="write the cells here, after each, and go on from what is there")
     arguments = parser.parse_args()
-    for name, known in (("models", MODELS), ("compressors", COMPRESSORS)):
-        setattr(arguments, name, getattr(arguments, name).split(","))
-        if unknown := [each for each in getattr(arguments, name) if each not in known]:
-            parser.error(f"--{name} {unknown[0]} is none of {', '.join(known)}")
     arguments.rates = arguments.rates.split(",")
     try:
         for rate in arguments.rates:

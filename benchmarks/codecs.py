@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks._arguments import above_zero, file_to_write, positive
+from benchmarks._arguments import above_zero, file_to_write, positive, some_of
 from benchmarks._codecs import CASES, Case, plan_of
 from benchmarks._gpu import codecs_table
 from benchmarks.harness.results import write
@@ -87,19 +87,18 @@ def main() -> None:
         "--seconds", type=above_zero, default=600, help="for all of it, on a GPU (default: %(default)s)"
     )
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--codecs", help=f"which ones, by commas (default: all of {', '.join(CASES)})")
+    parser.add_argument("--codecs", type=some_of(CASES), help=f"some of {', '.join(CASES)}, by commas (default: all)")
     args = parser.parse_args()
-    names = args.codecs.split(",") if args.codecs else list(CASES)
-    if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(CASES)}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; --device cpu measures on the CPU")
     if args.device == "cuda":
-        codecs_table.main(args.codecs and names, args.numel, args.repeats, args.seconds, args.json)
+        codecs_table.main(args.codecs, args.numel, args.repeats, args.seconds, args.json)
         return
     torch.set_num_threads(1)
     numel = args.numel or 1 << 23
-    result = _surroundings(numel, args.repeats) | measure({name: CASES[name] for name in names}, numel, args.repeats)
+    result = _surroundings(numel, args.repeats) | measure(
+        {name: CASES[name] for name in args.codecs or CASES}, numel, args.repeats
+    )
     _show(result)
     write(args.json, result)
 

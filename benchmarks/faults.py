@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks._arguments import file_to_write, positive, positives
+from benchmarks._arguments import file_to_write, positive, positives, some_of
 from benchmarks.harness.faults.injection import INJECTIONS
 from benchmarks.harness.faults.training import METHODS
 from benchmarks.harness.faults.trial import SkippedError, Trials
@@ -32,19 +32,16 @@ def main() -> None:
     """Try what is missing, print the table, and fail if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=positive, default=8, help="of each fault, over methods and ranks in turn (8)")
-    parser.add_argument("--faults", default=",".join(INJECTIONS), help="which ones, by commas (default: all)")
-    parser.add_argument("--methods", default=",".join(METHODS), help="by commas (default: %(default)s)")
+    add = parser.add_argument
+    add("--faults", type=some_of(INJECTIONS), default=list(INJECTIONS), help="which ones, by commas (default: all)")
+    add("--methods", type=some_of(METHODS), default=list(METHODS), help=f"of {', '.join(METHODS)}, by commas (all)")
     parser.add_argument("--ranks", type=positives, default=[2, 3], help="world sizes, by commas (2,3)")
     parser.add_argument("--json", type=file_to_write, metavar="FILE", help="results so far; written after every trial")
     arguments = parser.parse_args()
-    faults, methods = arguments.faults.split(","), arguments.methods.split(",")
-    for given, known in ((faults, list(INJECTIONS)), (methods, list(METHODS))):
-        if unknown := [each for each in given if each not in known]:
-            parser.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
-    worlds = list(itertools.product(methods, arguments.ranks))
+    worlds = list(itertools.product(arguments.methods, arguments.ranks))
     exit_on_sigterm()  # a disk is mounted for some trials
     results, trials, console = Results(arguments.json), Trials(), Console()
-    for seed, (number, fault) in itertools.product(range(arguments.repeats), enumerate(faults)):
+    for seed, (number, fault) in itertools.product(range(arguments.repeats), enumerate(arguments.faults)):
         method, size = worlds[(seed + number) % len(worlds)]
         name = f"{fault}/{method}/{size}/{seed}"
         if name in results:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 
+from benchmarks._arguments import some_of
 from benchmarks._gpu.compiled import GROUP, report
 from benchmarks.harness.tables import show
 from lightning_compress.codecs import CODECS
@@ -15,13 +16,11 @@ from lightning_compress.codecs import CODECS
 def main() -> None:
     """Compile and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--codecs", default="onebit,efsign,group", help="which ones, by commas (default: %(default)s)")
+    few = ["onebit", "efsign", GROUP]
+    parser.add_argument("--codecs", type=some_of([*CODECS, GROUP]), default=few, help="which ones, by commas")
     parser.add_argument("--capability", type=int, default=90, help="of the GPU, times ten (default: %(default)s)")
     args = parser.parse_args()
-    names = args.codecs.split(",")
-    if unknown := [name for name in names if name not in {*CODECS, GROUP}]:
-        parser.error(f"no codec {', '.join(unknown)}; there are {', '.join(CODECS)}")
-    rows, title = report(names, args.capability), f"compute capability {args.capability / 10}"
+    rows, title = report(args.codecs, args.capability), f"compute capability {args.capability / 10}"
     show(list(rows[0]) if rows else (), (map(str, row.values()) for row in rows), title)
 
 

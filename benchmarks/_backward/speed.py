@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_compress.backward import enable
-from lightning_compress.backward.sparsity import sums
 
 
 @dataclass(frozen=True)
@@ -157,41 +156,3 @@ def measure(case: Case, rounds: int, seconds: float, device: torch.device) -> li
         median = statistics.median(a / b for a, b in zip(one, other, strict=True))
         cells += [f"{min(one):.2f}", f"{min(other):.2f}", f"{min(one) / min(other):.1f}", f"{median:.1f}"]
     return cells
-
-
-def bounds(width: int, batch: int, k: int, rounds: int = 7) -> list[tuple[str, float]]:
-    """What a sparse backward pass of a linear layer consists of, in milliseconds, each the least of some rounds.
-
-    Args:
-        width: of inputs and outputs.
-        batch: rows.
-        k: outputs that are kept.
-        rounds: repeats.
-    """
-    torch.manual_seed(0)
-    gradient, x, weight = torch.randn(batch, width), torch.randn(batch, width), torch.randn(width, width)
-    index = torch.arange(0, width, width // k)[:k]
-    kept, rows = gradient.index_select(1, index), weight.index_select(0, index)
-    new = (x.t() @ kept).t()
-    total, score = torch.zeros(width, width), gradient.abs().sum(0)
-    parts: Sequence[tuple[str, Callable[[], object]]] = [
-        ("sums of |dy| and of dy, in blocks", lambda: sums(gradient, True)),
-        ("the k largest", lambda: score.sort(descending=True, stable=True).indices[:k].sort()),
-        ("columns of dy", lambda: gradient.index_select(1, index)),
-        ("rows of the weight", lambda: weight.index_select(0, index)),
-        ("dx", lambda: kept @ rows),
-        ("dW, its rows", lambda: x.t() @ kept),
-        ("clear and write rows", lambda: total.index_fill_(0, index, 0).index_copy_(0, index, new)),
-        ("(not done: |dy| as a tensor, two sums)", lambda: (gradient.abs().sum(0), gradient.sum(0))),
-        ("(not done: zeros for all of dW)", lambda: torch.zeros_like(weight)),
-    ]
-    taken = []
-    for name, part in parts:
-        part()
-        best = float("inf")
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            part()
-            best = min(best, time.perf_counter() - begin)
-        taken.append((name, 1e3 * best))
-    return taken

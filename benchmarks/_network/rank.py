@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,7 @@ from benchmarks._network.asleep import Asleep
 from benchmarks._network.methods import delayed, local, make, optimizer
 from benchmarks._network.trace import Recorder, Turn
 from benchmarks.harness.models import MODELS, batch
-from benchmarks.harness.rank import COUNTER
+from benchmarks.harness.rank import spanned
 from lightning_compress import Compression
 from lightning_compress.exchanges.message import MessagePlan
 
@@ -29,7 +29,7 @@ from lightning_compress.exchanges.message import MessagePlan
 def find(told: dict[str, Any]) -> dict[str, Any]:
     """Do what is told."""
     if "traces" in told:
-        return replay.play(told, COUNTER)
+        return replay.play(told)
     found = Measuring(told).run()
     return {name: found[name] for name in ("ms", "wire_bytes")} if told.get("asleep_ms") else found
 
@@ -61,35 +61,30 @@ class Measuring:
         names, rounds = list(self._times), self._told["rounds"]
         for number in range(rounds):
             for name in names[number:] + names[:number]:
-                apart = self._told.get("asleep_ms") or delayed(name)
-                one_round = self._steps_apart if apart else self._one_round
-                one_round(name, self._told["steps"] // rounds)
+                self._one_round(name, self._told["steps"] // rounds)
         medians = {name: 1e3 * statistics.median(each) for name, each in self._times.items()}
         sent = {name: statistics.median(each) for name, each in self._wire.items()}
         return {"ms": medians, "wire_bytes": sent, **self._found}
 
     def _one_round(self, name: str, steps: int) -> None:
-        """Some steps of a method, on a model of its own."""
+        """Some steps of a method, on a model of its own; one by one, if nothing travels beside the next one."""
         torch.manual_seed(0)
-        module = MODELS[self._told["model"]][0]()
+        of, asleep_ms = self._told["model"], self._told.get("asleep_ms")
+        module = Asleep(of, asleep_ms / 1e3) if asleep_ms else MODELS[of][0]()
         if alone := local(name, module):
             self._local_steps(name, module, alone, max(2, steps // alone.every))
             return
+        together = bool(asleep_ms) or delayed(name)
         recorder = Recorder(name, module, self._turn) if self._told.get("record") else None
         model, compression = (recorder.model, recorder.compression) if recorder else make(name)(module)
-        stepper, inputs = optimizer(model), batch(self._told["model"], dist.get_rank())
-        warm, promised = self._told["warm"], []
+        stepper = optimizer(model)
+        inputs = torch.zeros((), requires_grad=True) if asleep_ms else batch(of, dist.get_rank())
+        work, sent = partial(_step, model, stepper, inputs), partial(_sent, compression, together)
         with hearing_auto() as said, counting_bits() as bits, recorder.watching() if recorder else nullcontext():
-            for step in range(warm + steps):
-                dist.barrier()
-                already = compression.meter.bytes_sent if compression is not None else 0
-                before, start = int(COUNTER.read_text()), time.perf_counter()
-                _step(model, stepper, inputs, recorder if step >= warm else None)
-                if step >= warm:
-                    self._times[name].append(time.perf_counter() - start)
-                    dist.barrier()  # until the others have got it, some of it may wait in a queue, uncounted
-                    self._wire[name].append(int(COUNTER.read_text()) - before)
-                    promised += [compression.meter.bytes_sent - already] if compression is not None else []
+            for _ in range(self._told["warm"]):
+                work(None)
+            spans = [steps] if together else [1] * steps
+            promised = [self._time(name, count, partial(work, recorder), sent) for count in spans]
         if compression is not None:
             self._found["formula_bytes"][name] = statistics.median(promised)
             compression.close()
@@ -98,35 +93,19 @@ class Measuring:
         self._found["said"][name] = said
         if recorder:
             self._keep(name, recorder.trace)
-        del model, module, stepper, compression, recorder
+        del model, module, stepper, compression, recorder, work, sent
         gc.collect()
 
-    def _steps_apart(self, name: str, steps: int) -> None:
-        """Steps whose averages may travel beside the next ones; ranks that met in between would wait for them."""
-        torch.manual_seed(0)
-        model_of, asleep_ms = self._told["model"], self._told.get("asleep_ms")
-        model, compression = make(name)(Asleep(model_of, asleep_ms / 1e3) if asleep_ms else MODELS[model_of][0]())
-        inputs = torch.zeros((), requires_grad=True) if asleep_ms else batch(model_of, dist.get_rank())
-        stepper = optimizer(model)
-        with hearing_auto() as said, counting_bits() as bits:
-            for _ in range(self._told["warm"]):
-                _step(model, stepper, inputs, None)
-            already = _settled(compression)
-            dist.barrier()
-            before, start = int(COUNTER.read_text()), time.perf_counter()
+    def _time(self, name: str, steps: int, work: Callable[[], object], sent: Callable[[], float]) -> float:
+        """Measure steps between which ranks do not meet; returns the bytes of one, by formula."""
+        already = sent()
+        with spanned() as span:
             for _ in range(steps):
-                _step(model, stepper, inputs, None)
-            promised = _settled(compression) - already
-            self._times[name].append((time.perf_counter() - start) / steps)
-            dist.barrier()
-            self._wire[name].append((int(COUNTER.read_text()) - before) // steps)
-        if compression is not None:
-            compression.close()
-        self._found["formula_bytes"][name], self._found["said"][name] = promised / steps, said
-        if bits[1]:
-            self._found["bits"][name] = 8 * bits[0] / bits[1]
-        del model, stepper, compression
-        gc.collect()
+                work()
+            promised = sent() - already
+        self._times[name].append(span.seconds / steps)
+        self._wire[name].append(span.sent // steps)
+        return promised / steps
 
     def _keep(self, name: str, trace: dict[str, Any]) -> None:
         """Steps that were recorded, behind those of earlier rounds."""
@@ -136,20 +115,16 @@ class Measuring:
     def _local_steps(self, name: str, module: torch.nn.Module, local: Local | Alone, rounds: int) -> None:
         """Whole rounds of local steps, after one that does not count; ranks do not meet in between."""
         stepper, inputs = optimizer(module), batch(self._told["model"], dist.get_rank())
-        formula: list[float] = []  # of streaming, what travels over the end of a round is counted in the next
+
+        def step() -> None:
+            _step(module, stepper, inputs, None)
+            local.after()
+
         with hearing_auto() as said:
-            for number in range(1 + rounds):
-                dist.barrier()
-                already, before, start = local.bytes_sent, int(COUNTER.read_text()), time.perf_counter()
-                for _ in range(local.every):
-                    _step(module, stepper, inputs, None)
-                    local.after()
-                took, promised = time.perf_counter() - start, local.bytes_sent - already
-                dist.barrier()
-                if number:
-                    self._times[name].append(took / local.every)
-                    self._wire[name].append((int(COUNTER.read_text()) - before) // local.every)
-                    formula.append(promised / local.every)
+            for _ in range(local.every):
+                step()
+            # of streaming, what travels over the end of a round is counted in the next
+            formula = [self._time(name, local.every, step, lambda: local.bytes_sent) for _ in range(rounds)]
             local.close()
         self._found["formula_bytes"][name] = statistics.mean(formula)
         count = sum(each.numel() for each in module.parameters())
@@ -157,9 +132,11 @@ class Measuring:
         self._found["said"][name] = said
 
 
-def _settled(compression: Compression | None) -> float:
-    """Wait for what still travels; returns the bytes that were sent so far, by formula."""
-    return float(compression.stats()["total_bytes_sent"]) if compression is not None else 0.0
+def _sent(compression: Compression | None, together: bool) -> float:
+    """Bytes so far, by formula; with ``together`` of what still travels, too, which is waited for."""
+    if compression is None:
+        return 0.0
+    return float(compression.stats()["total_bytes_sent"]) if together else compression.meter.bytes_sent
 
 
 def _step(model: torch.nn.Module, stepper: torch.optim.Optimizer, inputs: Tensor, recorder: Recorder | None) -> None:

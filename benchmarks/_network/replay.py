@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,6 +27,7 @@ from torch.futures import Future
 from benchmarks._network import methods
 from benchmarks._network.trace import DENSE, wrapped_collectives
 from benchmarks.harness.models import MODELS, batch
+from benchmarks.harness.rank import spanned
 from lightning_compress import Compression
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.engine.hook import Workers
@@ -37,12 +37,11 @@ WARM = 2
 UNLIKE = "{}: the trace has {} collectives than there are; was it recorded with other code, or ranks?"
 
 
-def play(arguments: dict[str, Any], counter: Path) -> dict[str, Any]:
+def play(arguments: dict[str, Any]) -> dict[str, Any]:
     """Medians of ``steps`` by method, in the trace's own time: ``ms``, ``wire_bytes``, ``late`` of ``ms``.
 
     Args:
         arguments: ``model``; ``traces``, by method a list over ranks; ``factor``, by which to slow down; ``steps``.
-        counter: of bytes sent.
     """
     found: dict[str, Any] = {"ms": {}, "wire_bytes": {}, "late": {}}
     for name, traces in arguments["traces"].items():
@@ -51,12 +50,10 @@ def play(arguments: dict[str, Any], counter: Path) -> dict[str, Any]:
         with player:
             for number in range(WARM + arguments["steps"]):
                 player.prepare()
-                dist.barrier()
-                before, start = int(counter.read_text()), time.perf_counter()
-                player.step(number)
-                times.append((time.perf_counter() - start) / arguments["factor"])
-                dist.barrier()  # until the others have got it, some of it may wait in a queue, uncounted
-                sent.append(int(counter.read_text()) - before)
+                with spanned() as span:
+                    player.step(number)
+                times.append(span.seconds / arguments["factor"])
+                sent.append(span.sent)
         found["ms"][name] = 1e3 * statistics.median(times[WARM:])
         found["wire_bytes"][name] = statistics.median(sent[WARM:])
         found["late"][name] = player.late / sum(times) / arguments["factor"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks._target.methods import AUTO, rows
 from benchmarks._target.tasks import TASKS
 from benchmarks._target.training import build
-from benchmarks.harness.rank import COUNTER
+from benchmarks.harness.rank import spanned
 from lightning_compress.planning.summary import label
 
 MOST = 1000
@@ -71,15 +71,12 @@ class Timing:
         for number in range(warm + MOST):
             if number == warm:
                 begun = time.perf_counter()
-            dist.barrier()
-            before, start = int(COUNTER.read_text()), time.perf_counter()
-            for _ in range(averaging.every):
-                averaging.batch(next(batches))
-            took = time.perf_counter() - start
-            dist.barrier()  # until the others have got it, some of it may wait in a queue, uncounted
+            with spanned() as span:
+                for _ in range(averaging.every):
+                    averaging.batch(next(batches))
             if number >= warm:
-                self._ms[name].append(1e3 * took / averaging.every)
-                self._wire[name].append((int(COUNTER.read_text()) - before) / averaging.every)
+                self._ms[name].append(1e3 * span.seconds / averaging.every)
+                self._wire[name].append(span.sent / averaging.every)
                 done = torch.tensor(int(time.perf_counter() - begun > self._told["seconds"]))
                 dist.broadcast(done, 0)  # all ranks stop at the same batch
                 if done:

@@ -9,6 +9,10 @@ import importlib
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,31 @@ def join(meet: str, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
+
+
+@dataclass
+class Span:
+    """What some work took on this rank.
+
+    Args:
+        seconds: from where all ranks had come, until it was done here.
+        sent: bytes on the wire of a lab, headers included.
+    """
+
+    seconds: float = 0.0
+    sent: int = 0
+
+
+@contextmanager
+def spanned() -> Iterator[Span]:
+    """Measure what is done within, in all ranks of a lab; the figures are there afterwards."""
+    span = Span()
+    dist.barrier()
+    before, start = int(COUNTER.read_text()), time.perf_counter()
+    yield span
+    span.seconds = time.perf_counter() - start
+    dist.barrier()  # until the others have got it, some of it may wait in a queue, uncounted
+    span.sent = int(COUNTER.read_text()) - before
 
 
 def main(module: str, told: dict[str, Any]) -> None:
