@@ -2,7 +2,6 @@
 
     python -m benchmarks.time_to_target --part steps --root data --minutes 170
     sudo python -m benchmarks.time_to_target --part times --root data --minutes 90
-    sudo python -m benchmarks.time_to_target --part whole --root data
     python -m benchmarks.time_to_target --part table --csv map.csv --plot map.png
 
 Task a: a character LSTM (0.43 M parameters, AdamW, 16 excerpts of 64 characters a rank and batch) reads the English
@@ -18,8 +17,7 @@ one, with seed 0, is not run to its end; a method that misses the final target w
 ``steps`` trains over this machine's loopback interface, and times nothing. ``times`` measures every phase of every
 method over links of a set speed, as ``benchmarks.network`` does (Linux, root, iproute2), and refuses a machine that is
 busy. ``table`` composes both: the sum over phases of batches times the time of a batch. A phase is, for example,
-PowerSGD's dense start. ``whole`` trains a few methods over a link from beginning to end, which shows whether the
-composed times hold.
+PowerSGD's dense start.
 
 Each training run, and each link, is a JSON file in docs/results/time_to_target. It is found by its settings and holds
 until the code that it depends on changes. What is there is not repeated, so every part may be interrupted. Training
@@ -34,20 +32,19 @@ import argparse
 from pathlib import Path
 
 from benchmarks._arguments import above_zero, file_to_write, plain_errors
-from benchmarks._target.parts import Clock, check, measure, table, train
+from benchmarks._target.parts import Clock, measure, table, train
 from benchmarks._target.show import TARGETS, draw, write_csv
 from benchmarks._target.steps import Steps
 from benchmarks._target.store import FOLDER, Store
 from benchmarks._target.tasks import TASKS
 from benchmarks._target.times import Times
-from benchmarks._target.whole import Whole
 
 
 def parse() -> argparse.Namespace:
     """Return the command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--part", choices=("steps", "times", "whole", "table"), required=True)
+    add("--part", choices=("steps", "times", "table"), required=True)
     add("--task", type=lambda text: text.split(","), default=["a"], help=f"some of {','.join(TASKS)}, by commas (a)")
     add("--root", type=Path, help="folder that holds multi30k, or cifar-10-batches-bin; for all but table")
     add("--minutes", type=above_zero, help="start nothing that will not end within so many")
@@ -60,8 +57,6 @@ def parse() -> argparse.Namespace:
         parser.error(f"--root: give the folder that holds the data; --part {arguments.part} reads it")
     if arguments.part == "table" and (arguments.minutes or arguments.root):
         parser.error("--root and --minutes change nothing with --part table; leave them out")
-    if arguments.part == "whole" and arguments.minutes:
-        parser.error("--minutes changes nothing with --part whole; leave it out")
     if unknown := set(arguments.task) - set(TASKS):
         parser.error(f"--task {','.join(sorted(unknown))}: choose from {', '.join(TASKS)}")
     links = dict.fromkeys(link for name in arguments.task for link in TASKS[name].links)
@@ -79,15 +74,12 @@ def main() -> None:
     store, clock, maps, failed = Store(arguments.folder), Clock(arguments.minutes), {}, 0
     for task in (TASKS[name] for name in arguments.task):
         steps, times = Steps(task, store), Times(task, store)
-        whole = Whole(steps, times, store)
         if arguments.part == "steps":
             failed += train(steps, arguments.root, clock)
         elif arguments.part == "times":
             measure(times, arguments.root, clock, arguments.links)
-        elif arguments.part == "whole":
-            check(whole, arguments.root)
         else:
-            maps[task.title] = table(steps, times, whole)
+            maps[task.title] = table(steps, times)
     if failed:
         raise RuntimeError(f"{failed} training runs failed; the others are kept")
     if arguments.csv:

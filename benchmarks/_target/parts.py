@@ -16,11 +16,10 @@ from benchmarks._target import advised
 from benchmarks._target.compose import Cell as Map
 from benchmarks._target.compose import compose
 from benchmarks._target.launch import run_ranks
-from benchmarks._target.show import TARGETS, show, show_steps, show_whole
+from benchmarks._target.show import TARGETS, show, show_steps
 from benchmarks._target.steps import Cell, Curve, Steps
 from benchmarks._target.times import GUESS_S, Times
 from benchmarks._target.training import Data
-from benchmarks._target.whole import Whole
 
 GUESS_BATCH_S = 0.3
 """Seconds of a batch of all ranks, as long as none was timed."""
@@ -125,21 +124,11 @@ def measure(times: Times, root: Path, clock: Clock, links: list[str]) -> None:
         print(f"{place.name}: {len(found['ms'])} rows, auto chose {found['chosen']}, {pace:.0f} s", flush=True)
 
 
-def check(whole: Whole, root: Path) -> None:
-    """Train over a link what is missing, however long it takes."""
-    for line in whole.missing():
-        found = whole.measure(line, root)
-        print(f"{line.name}: {found['curve'][-1][0]:.0f} batches, {found['seconds'][-1]:.0f} s", flush=True)
-    whole.measure_beside(root)
-
-
-def table(steps: Steps, times: Times, whole: Whole) -> list[list[Map]]:
+def table(steps: Steps, times: Times) -> list[list[Map]]:
     """Print what is known of a task so far; return the cells of each target."""
     show_steps(steps)
     maps = [compose(steps, times, place) for place in range(len(TARGETS))]
     for place, cells in enumerate(maps):
         show(cells, place)
-    if compared := whole.compared():
-        show_whole(compared)
     advised.show(times)
     return maps

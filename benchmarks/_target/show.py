@@ -10,7 +10,6 @@ from typing import Any
 from benchmarks._target.compose import Cell, Entry
 from benchmarks._target.methods import AUTO, DDP, DENSE, HOOKS
 from benchmarks._target.steps import REPORTED, Steps
-from benchmarks._target.whole import Compared
 from benchmarks.harness import tables
 from benchmarks.harness.lab import bits_per_second
 from recipes.tables.drawing import MARKERS, canvas, caption, legend, save
@@ -85,16 +84,6 @@ def _line_of_link(cell: Cell) -> tuple[str, ...]:
         f"{over_hooks:.2f} x" if (over_hooks := cell.factor(HOOKS)) else "",
         *(f"{auto[name]:.2f}" if name in auto else "" for name in ("hand", "ddp")),
     )
-
-
-def show_whole(found: list[Compared]) -> None:
-    """Print trainings over a link beside what the map says of them."""
-    rows = []
-    for each in found:
-        beside = (f"{each.beside:.0f}", f"{each.seconds / each.beside:.2f}") if each.beside else ("", "")
-        rows.append((each.name, str(each.batches), f"{each.seconds:.0f}", *beside, f"{each.composed:.0f}"))
-    head = ("method", "batches", "seconds", "by step times after it", "measured / it", "on the map")
-    tables.show(head, rows, "whole trainings over a link, and the map", width=WIDTH)
 
 
 def _best(found: Entry | None) -> str:

@@ -57,11 +57,10 @@ class Times:
     Args:
         task: which.
         store: where cells are.
-        kind: the folder of a task's cells.
     """
 
-    def __init__(self, task: Task, store: Store, kind: str = "times") -> None:
-        self.task, self._store, self._kind = task, store, kind
+    def __init__(self, task: Task, store: Store) -> None:
+        self.task, self._store = task, store
         self.places = [Place(rate, ms, seconds=task.timed_s) for ms in task.round_trips for rate in task.links]
         self.rows: dict[str, Run] = rows_of(task)
 
@@ -113,7 +112,7 @@ class Times:
         by = sorted({f"_target.{run['by']}" for run in self.rows.values()})
         parts = ("_target.rank", *by, "harness.lab", "harness.launch", "harness.rank")
         code = digest(self.task.module, *(f"benchmarks.{each}" for each in parts))
-        return f"{self.task.name}/{self._kind}", place.name, settings, code
+        return f"{self.task.name}/times", place.name, settings, code
 
 
 def _alike(now: dict[str, float], earlier: dict[str, float], name: str) -> bool:
