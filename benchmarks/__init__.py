@@ -25,8 +25,8 @@ RETIRED = {
         "benchmarks.network --trainer": "docs/decisions.md says what Lightning's broadcast does",
         "benchmarks.optimizers --stage": "docs/results/below-four-bits.md has its figures; --methods compares others",
         "benchmarks.optimizers --markdown": "docs/results/below-four-bits.md has its figures",
-        "benchmarks.time_to_target --part whole": "docs/results/time-to-target.md has its figures",
         "benchmarks.recovery": "docs/results/accuracy.md has its figures; recipes train with recovery=theta",
+        "benchmarks.time_to_target --part whole": "docs/results/time-to-target.md has its figures",
     },
 }
 """Studies that were needed once, by the last commit that has them, and what there is in their place."""

@@ -24,6 +24,7 @@ from benchmarks._network.plot import draw, panels
 from benchmarks.harness import tables
 from benchmarks.harness.lab import bits_per_second
 from benchmarks.harness.models import MODELS
+from benchmarks.harness.results import write
 
 NEAR, SLOWER, CLOSE = 1.10, 1.05, 0.20
 """What a choice may take of the best plan's time, and of DistributedDataParallel's; by what a prediction may be off."""
@@ -105,8 +106,7 @@ def main() -> None:
         if key not in done:
             cells.append(measure_cell(*key, arguments))
             print(cells[-1], flush=True)
-            if arguments.json:
-                arguments.json.write_text(json.dumps(cells, indent=1))
+            write(arguments.json, cells)
     cells = [cell for cell in cells if tuple(cell[key] for key in keys) in wanted]
     show(cells)
     if arguments.plot:

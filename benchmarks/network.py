@@ -36,6 +36,7 @@ from benchmarks._network.arguments import parse
 from benchmarks._network.cells import measure, record, replay
 from benchmarks._network.plot import draw
 from benchmarks._network.show import show, show_paper, title
+from benchmarks.harness.results import write
 
 
 @plain_errors()
@@ -58,8 +59,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 if any(name.startswith("fft, ") for name in arguments.methods):
                     show_paper(found, title(cell | found))
                 cells.append(cell | found)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps({"cells": cells}, indent=2))
+                write(arguments.json, {"cells": cells})
     return cells
 
 

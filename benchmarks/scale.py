@@ -14,7 +14,6 @@ ones.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -24,6 +23,7 @@ from benchmarks._arguments import above_zero, file_to_write, plain_errors, posit
 from benchmarks._scale.prediction import CPU, WAYS, Figures, predict
 from benchmarks._scale.simulated import Cluster
 from benchmarks.harness import tables
+from benchmarks.harness.results import write
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.planning.cost import Link, Speeds
 from lightning_compress.planning.link import time_codec
@@ -87,10 +87,9 @@ def main() -> None:
     found = sweep(given.numel, [count for count in RANKS if count <= given.most], cluster, given.faster)
     title = f"{given.numel / 1e6:g} M elements, nodes of {given.node_size} share {given.gbit:g} Gbit/s"
     show(found, title)
-    if given.json:
-        figures = {name: {str(count): asdict(one) for count, one in each.items()} for name, each in found.items()}
-        settings = {name: value for name, value in vars(given).items() if name not in ("json", "plot")}
-        given.json.write_text(json.dumps({"settings": settings, "figures": figures}, indent=2))
+    figures = {name: {str(count): asdict(one) for count, one in each.items()} for name, each in found.items()}
+    settings = {name: value for name, value in vars(given).items() if name not in ("json", "plot")}
+    write(given.json, {"settings": settings, "figures": figures})
     if given.plot:
         from benchmarks._scale.plot import draw
 

@@ -1,1 +1,1 @@
-"""What benchmarks and tests share: ranks that are started, links of a set speed, models, faults."""
+"""What benchmarks and tests share: ranks and links, tasks and trainings, methods, results, tables, faults."""
