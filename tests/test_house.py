@@ -169,6 +169,8 @@ def test_tests_of_the_package_use_public_parts_of_benchmarks():
 def test_files_and_functions_are_small():
     for path in SOURCES:
         assert len(path.read_text().splitlines()) <= 400, path
+        if path.parent == ROOT / "benchmarks":  # what it varies, and what it prints
+            assert len(path.read_text().splitlines()) <= 150, path
         for node in nodes(path):
             if isinstance(node, ast.FunctionDef):
                 start = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.launches import averaging
+from benchmarks.harness.launches import averaging
 from lightning_compress import kernels
 from lightning_compress.codecs import CODECS
 from lightning_compress.codecs.codec import aligned

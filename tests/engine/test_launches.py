@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.launches import CASES, calls, launches
+from benchmarks.harness.launches import calls, launches
+from benchmarks.launches import CASES
 
 pytest.importorskip("triton")
 
