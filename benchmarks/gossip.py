@@ -95,8 +95,7 @@ def main() -> None:
     if told.what == "accuracy":
         accuracy(told)
         return
-    delays = [float(each) for each in told.delays.split(",")]
-    network.measure(told.ranks, told.rate, delays, told.numel, told.compute_ms, told.steps, told.json, told.last)
+    network.measure(told)
 
 
 def parse() -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
 from typing import Any
 
 from benchmarks._gossip.rank import DDP, LOCAL_STEPS, METHODS
@@ -13,35 +13,26 @@ from benchmarks.harness.results import write
 from benchmarks.harness.tables import show
 
 
-def measure(
-    ranks: int,
-    rate: str,
-    delays: list[float],
-    numel: int,
-    compute_ms: float,
-    steps: int,
-    path: Path | None,
-    last: str | None = None,
-) -> list[dict[str, Any]]:
+def measure(given: argparse.Namespace) -> None:
     """A cell for each delay: milliseconds and bytes a step, of rank 0; printed, and written to a JSON file.
 
-    The last rank's link has the rate ``last``, if that is not None.
+    Args:
+        given: the command line of ``benchmarks.gossip network``.
 
     Raises:
         ValueError: steps are no multiple of the local ones.
         RuntimeError: this is not Linux with iproute2, or not root; or a rank failed.
     """
-    if steps < LOCAL_STEPS or steps % LOCAL_STEPS:
-        raise ValueError(f"--steps {steps} must be a multiple of {LOCAL_STEPS}, the local steps of some methods")
-    told = {"methods": list(METHODS), "numel": numel, "compute_ms": compute_ms, "steps": steps}
-    cells = []
-    for delay in delays:
-        with Lab(ranks, rate, delay, last) as lab:
+    if given.steps < LOCAL_STEPS or given.steps % LOCAL_STEPS:
+        raise ValueError(f"--steps {given.steps} must be a multiple of {LOCAL_STEPS}, the local steps of some methods")
+    told = {"methods": list(METHODS)} | {name: getattr(given, name) for name in ("numel", "compute_ms", "steps")}
+    place, cells = {name: getattr(given, name) for name in ("ranks", "rate", "last")}, []
+    for delay in map(float, given.delays.split(",")):
+        with Lab(given.ranks, given.rate, delay, given.last) as lab:
             found = run_ranks(lab, told, "benchmarks._gossip.rank")[0]
-        cells.append({"ranks": ranks, "rate": rate, "last": last, "delay_ms": delay, **told, **found})
+        cells.append(place | {"delay_ms": delay, **told, **found})
         _show(cells[-1])
-        write(path, {"cells": cells})
-    return cells
+        write(given.json, {"cells": cells})
 
 
 def _show(cell: dict[str, Any]) -> None:

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from benchmarks._target import advised
+from benchmarks._target import advised, training
 from benchmarks._target.compose import Cell as Map
 from benchmarks._target.compose import compose
-from benchmarks._target.launch import run_ranks
+from benchmarks._target.methods import Run
 from benchmarks._target.show import TARGETS, show, show_steps
 from benchmarks._target.steps import Cell, Curve, Steps
+from benchmarks._target.tasks import Task
 from benchmarks._target.times import GUESS_S, Times
 from benchmarks._target.training import Data
+from benchmarks.harness.launch import run_beside
 
 GUESS_BATCH_S = 0.3
 """Seconds of a batch of all ranks, as long as none was timed."""
@@ -73,6 +75,30 @@ def train(steps: Steps, root: Path, clock: Clock) -> int:
         print(f"{cell.name}: {last}, {found['seconds']:.0f} s", flush=True)
         pace = found["seconds"] / curve[-1][0] if curve else pace
     return len(failed)
+
+
+def run_ranks(task: Task, data: Data, run: Run, *given: Any) -> dict[str, Any]:
+    """Return what ``training.train`` found, and ``seconds``.
+
+    Args:
+        task: sizes.
+        data: of the task.
+        run: of ``methods``.
+        *given: rate, seed, batches, until and patience of ``train``.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; the others are killed.
+    """
+    start = time.perf_counter()
+    training.builder(run)  # here, or every rank would import it by itself
+    found: dict[str, Any] = run_beside(task.ranks, _on_rank, task, data, run, given, start="fork")[0]
+    return found | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def _on_rank(task: Task, data: Data, run: Run, given: tuple[Any, ...]) -> dict[str, Any]:
+    torch.set_flush_denormal(True)  # at rates that are too high, batches of an LSTM would take ten times as long
+    given = (*given, task.every, task.decay)
+    return training.train(data, run, *given)
 
 
 def _kept(steps: Steps, cell: Cell, data: Data, repeated: dict[tuple[str, str], bool]) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks._target import methods, tasks
-from benchmarks._target.launch import run_ranks
+from benchmarks._target.parts import run_ranks
 from tests.helpers.data import public_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
