@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,39 +84,6 @@ def legend(figure: Any, *axes: Any, **more: Any) -> None:
     """Name all lines of the axes beside them, each once."""
     known = {text: line for each in axes for line, text in zip(*each.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known.keys(), loc="outside right center", frameon=False, **more)
-
-
-def number(axes: Any, points: Sequence[tuple[float, float]], others: Iterable[tuple[float, float]]) -> None:
-    """Write 1, 2, 3 and so on beside points, where no point and no other number is.
-
-    Args:
-        axes: with their scales and limits.
-        points: to be numbered.
-        others: of the same axes.
-    """
-    axes.figure.draw_without_rendering()
-    taken = [tuple(each) for each in axes.transData.transform([*points, *others])]
-    for count, (x, y) in enumerate(list(taken[: len(points)]), 1):
-        moves = [
-            (round(far * math.cos(turn)), round(far * math.sin(turn))) for far in (17, 24, 31) for turn in range(7)
-        ]
-
-        def room(move: tuple[int, int], x: float = x, y: float = y) -> float:
-            return min(math.dist((x + move[0], y + move[1]), each) for each in taken)
-
-        move = next((each for each in moves if room(each) > 15), max(moves, key=room))
-        taken.append((x + move[0], y + move[1]))
-        said = {"textcoords": "offset pixels", "ha": "center", "va": "center", "fontweight": "bold", "fontsize": 8}
-        axes.annotate(str(count), points[count - 1], xytext=move, **said)
-
-
-def plain(axis: Any, ticks: Iterable[float], unit: str = "") -> None:
-    """Give a logarithmic axis these ticks, written as numbers with their unit."""
-    from matplotlib.ticker import NullLocator
-
-    ticks = list(ticks)
-    axis.set_ticks(ticks, [f"{each:,g}{unit}" for each in ticks])
-    axis.set_minor_locator(NullLocator())
 
 
 def amounts(axis: Any) -> None:
