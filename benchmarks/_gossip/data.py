@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,29 +18,13 @@ TESTED = 500
 """Digits of the test set."""
 
 
-class Data(Protocol):
-    """A network, its batches and its test.
+class Digits:
+    """A network of 13,000 parameters on handwritten digits.
 
     Attributes:
         decay: of the weights.
         cosine: the learning rate falls to 0, as a cosine.
     """
-
-    decay: float
-    cosine: bool
-
-    def network(self, seed: int) -> nn.Module:
-        """Return the same weights on all ranks."""
-
-    def batch(self, seed: int, number: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """Return the images and labels of a rank's batch, whose number, of those of all ranks, decides."""
-
-    def test(self, model: nn.Module) -> tuple[float, float]:
-        """Return the mean loss, and percent that are right."""
-
-
-class Digits:
-    """A network of 13,000 parameters on handwritten digits."""
 
     decay, cosine = 0.0, False
 
@@ -51,18 +34,18 @@ class Digits:
         self._images, self._labels = images[order], labels[order]
 
     def network(self, seed: int) -> nn.Module:
-        """See ``Data``."""
+        """Return the same weights on all ranks."""
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def batch(self, seed: int, number: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """See ``Data``; of all digits, whatever the rank."""
+        """Return images and labels, which follow from the number of the batch, whatever the rank."""
         draw = torch.Generator().manual_seed(seed * 1_000_003 + number)
         rows = torch.randint(TESTED, len(self._labels), (16,), generator=draw)
         return self._images[rows], self._labels[rows]
 
     def test(self, model: nn.Module) -> tuple[float, float]:
-        """See ``Data``."""
+        """Return the mean loss, and percent that are right."""
         with torch.no_grad():
             scores = model(self._images[:TESTED])
         right = (scores.argmax(1) == self._labels[:TESTED]).float().mean()
@@ -70,7 +53,7 @@ class Digits:
 
 
 class Pictures:
-    """ResNet-20 on images of CIFAR-10.
+    """ResNet-20 on images of CIFAR-10; see ``Digits``.
 
     Args:
         root: holds the folder of its binary files.
@@ -90,7 +73,7 @@ class Pictures:
         self._size, self._shared = size, shared
 
     def network(self, seed: int) -> nn.Module:
-        """See ``Data``; ranks that are threads share the generator that a model is drawn from, so it has its own."""
+        """See ``Digits``; ranks that are threads share the generator that a model is drawn from, so it has its own."""
         model, generator = ResNet(20), torch.Generator().manual_seed(seed)
         for each in model.modules():
             if isinstance(each, nn.Conv2d | nn.Linear):
@@ -98,7 +81,7 @@ class Pictures:
         return model
 
     def batch(self, seed: int, number: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """See ``Data``; cropped, flipped and normalised."""
+        """See ``Digits``; a rank's own images, cropped, flipped and normalised."""
         step, first = (1, 0) if self._shared else (ranks, rank)
         own, size = Split(self._train.images[first::step], self._train.labels[first::step]), self._size // ranks
         key = mix(seed, number, 1) if self._shared else mix(seed, number // ranks, rank + 1)
@@ -108,7 +91,7 @@ class Pictures:
         return _normalised(crop_and_flip(own.images[rows], bits)), own.labels[rows]
 
     def test(self, model: nn.Module) -> tuple[float, float]:
-        """See ``Data``."""
+        """See ``Digits``."""
         model.eval()
         right, loss = 0, 0.0
         with torch.no_grad():
@@ -123,3 +106,6 @@ class Pictures:
 def _normalised(images: Tensor) -> Tensor:
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in (MEAN, STD))
     return ((images.float() / 255 - mean) / std).to(memory_format=torch.channels_last)  # a sixth faster
+
+
+Data = Digits | Pictures

@@ -79,10 +79,6 @@ class AllReduce:
         """See ``Gossip``."""
         return {"bytes_to_all": float(self._sent), "consensus_distance": 0.0}
 
-    def state_dict(self) -> dict[str, Any]:
-        """See ``Gossip``."""
-        return {"mixing": {"vectors": {}}}
-
     def close(self) -> None:
         """See ``Gossip``."""
 
@@ -154,7 +150,7 @@ def train(job: Job, data: Data, ranks: Collective | None = None) -> dict[str, An
         steps += 1
     seconds = time.perf_counter() - begun
     sent = sum(each for name, each in gossip.stats().items() if name.startswith("bytes_to_"))
-    kept = {} if isinstance(gossip, AsyncGossip) else gossip.state_dict()["mixing"]["vectors"]
+    kept = gossip.state_dict()["mixing"]["vectors"] if isinstance(gossip, Gossip) else {}
     gossip.finish()
     loss, accuracy = (0.0, 0.0) if rank else data.test(model)  # all have the same model now
     figures = {name: each for name, each in gossip.stats().items() if isinstance(each, float)}
