@@ -18,6 +18,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix
 from lightning_compress.exchanges import AllGather, AllReduce
 from lightning_compress.exchanges.message import Section
+from lightning_compress.planning import choose  # noqa: F401  # has the exchange that SSP's settings name
 
 CPU = torch.device("cpu")
 FLAG = torch.tensor(0.0)
