@@ -73,11 +73,6 @@ class ShardMessages:
             alone += shards[count:]
         return cls(together, alone, adds, meter)
 
-    @property
-    def calls(self) -> int:
-        """How often codecs are called to encode or to decode."""
-        return len(self.together) + len(self.alone)
-
     def encode(self, vector: Tensor, messages: Tensor, key: int, keep: bool, summands: Summands = None) -> None:
         """Encode the shards of a vector; see ``MessagePlan.encode``. ``key`` lacks the peer."""
         keep = keep or summands is not None or self.meter.sampling

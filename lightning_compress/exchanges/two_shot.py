@@ -168,8 +168,7 @@ class _Part:
         variable: messages vary in length.
         expected: expected bytes of both messages.
         lengths: the cost of agreeing on their lengths.
-        calls: how often it calls codecs: that does not grow with the ranks unless it has to go shard by shard, because
-            lengths vary, ranks draw alike, or a codec has no kernels for it.
+        calls: how often it calls codecs, by a formula that is equal on all ranks: they may differ in their kernels.
     """
 
     def __init__(self, shards: Sequence[Sequence[Section]], sums: Sums, world: World, step: OwnerStep | None) -> None:
@@ -193,7 +192,7 @@ class _Part:
         self._sum = Messages(1, sum_width, device)
         self._received = torch.empty(0, dtype=torch.float32)
         self._together = _Together.of(self._shards, self._sums, self.own.spans, world)
-        self.calls = self._together.calls if self._together else 2 * size + 2
+        self.calls = 2 * size + 2 if self.variable or _draws_alike([*self._shards, *self._sums]) else 6
 
     def send(self, vector: Tensor, key: int, flag: Tensor, summands: Summands) -> Wait:
         """Send every owner its shard of the vector."""
@@ -298,7 +297,6 @@ class _Together:
         self._added = ShardMessages.of([(rank, shards[rank], 0)], device, meter)
         self._own_sum = ShardMessages.of([(size, sums[rank], 0)], device, meter)
         self._sums = ShardMessages.of(everyones, device, meter)
-        self.calls = sum(each.calls for each in (self._to_owners, self._added, self._own_sum, self._sums))
         self._pieces = _joined([span for plan in sums for span in plan.spans])
 
     @classmethod
@@ -307,7 +305,7 @@ class _Together:
     ) -> _Together | None:
         """Return None if lengths vary, if ranks draw alike, or if a GPU has no kernels."""
         plans = [*shards, *sums]
-        apart = any(plan.variable or plan.draws_alike or plan.head.dtype != torch.float32 for plan in plans)
+        apart = any(plan.variable for plan in plans) or _draws_alike(plans)
         ready = world.device.type == "cpu" or kernels.compiler(world.device) == "triton"
         return cls(shards, sums, own, world) if ready and not apart else None
 
@@ -342,6 +340,11 @@ class _Together:
         for span in self._pieces:
             parts = pieces_in(out, span)
             torch._foreach_copy_(parts, list(mean[span].split([len(part) for part in parts])))
+
+
+def _draws_alike(plans: Sequence[MessagePlan]) -> bool:
+    """Whether ranks draw what they share, in which case shards are handled one by one."""
+    return any(plan.draws_alike for plan in plans)
 
 
 def _joined(spans: Sequence[slice]) -> list[slice]:
