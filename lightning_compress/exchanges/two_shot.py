@@ -39,6 +39,9 @@ from lightning_compress.exchanges.remote_error import DeferredError
 from lightning_compress.exchanges.shards import ShardMessages
 from lightning_compress.kernels import Summands
 
+CACHED = 1 << 16
+"""Elements of a shard beyond which a CPU decodes it alone: then it is copied on while it is in the cache."""
+
 
 @dataclass(frozen=True)
 class TwoShot(Exchange):
@@ -297,7 +300,9 @@ class _Together:
         self._added = ShardMessages.of([(rank, shards[rank], 0)], device, meter)
         self._own_sum = ShardMessages.of([(size, sums[rank], 0)], device, meter)
         self._sums = ShardMessages.of(everyones, device, meter)
-        self._pieces = _joined([span for plan in sums for span in plan.spans])
+        longest = max((span.stop - span.start for plan in sums for span in plan.spans), default=0)
+        self._alone = list(sums) if longest > CACHED and device.type == "cpu" else []
+        self._spans = _joined([span for plan in sums for span in plan.spans])
 
     @classmethod
     def of(
@@ -332,12 +337,16 @@ class _Together:
     def read(self, received: Tensor, out: Out, weight: float, flag: Tensor) -> None:
         """Decode all sums."""
         self._heads.read(received, flag)
+        for peer, plan in enumerate(self._alone):
+            plan.decode(received[peer : peer + 1, : plan.size], out, weight, accumulate=False)
+        if self._alone:
+            return
         if isinstance(out, Tensor):
             self._sums.decode(received, out, weight, accumulate=False)
             return
         mean = scratch("one mean", sum(map(len, out)), torch.float32, received.device)
         self._sums.decode(received, mean, weight, accumulate=False)
-        for span in self._pieces:
+        for span in self._spans:
             parts = pieces_in(out, span)
             torch._foreach_copy_(parts, list(mean[span].split([len(part) for part in parts])))
 
