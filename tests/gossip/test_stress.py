@@ -98,6 +98,7 @@ CHEAP = [
 REFUSED = [
     *((name, each) for name in ("dcd", "ecd") for each in (Wangni(), QSGD(2))),
     *(("ecd", each) for each in (TernGrad(), Natural(), QSGD(), Rotated(), Rotated(2))),
+    ("ecd", CODECS.complete()["qsgd_elias"]()),
     *((name, each) for name in ("choco", "deepsqueeze") for each in (Threshold(), Threshold(0.01, 0.01, capacity=1.0))),
 ]
 

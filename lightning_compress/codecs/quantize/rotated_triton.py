@@ -136,11 +136,12 @@ class Rotation:
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
     ) -> None:
         """See ``ShardCoder``."""
-        rows = 1 if skip is None else len(messages)
-        inputs = messages, messages.stride(0), shards.table, out, self.signs, self._rests(shards), weight
-        constants = _columns(len(self.signs)), len(self.signs), self.bits, accumulate, rows, shards.aligned
-        skipped = -1 if skip is None else skip
-        _decode_shards[(len(shards.table),)](*inputs, skipped, *constants, **OPTIONS | {"num_warps": 8})
+        halves = [messages[:1]] if skip is None else [messages[:skip], messages[skip + 1 :]]  # added up as on a CPU
+        for half in halves:
+            if len(half):
+                inputs = half, messages.stride(0), shards.table, out, self.signs, self._rests(shards), weight
+                constants = _columns(len(self.signs)), len(self.signs), self.bits, accumulate, len(half)
+                _decode_shards[(len(shards.table),)](*inputs, *constants, shards.aligned, **OPTIONS)
 
     def _rests(self, shards: Shards) -> Tensor:
         """Return scratch for the last run of each shard."""
@@ -247,12 +248,12 @@ def _decode(
 ):  # fmt: skip
     run, column = _tile(begin, COLUMNS)
     inputs = header, step, body, stride, middle, last, out, signs, rest, weight, numel, count
-    _decode_run(run, column, None, *inputs, COLUMNS, BLOCK, BITS, ADD, MESSAGES, WHOLE)
+    _decode_run(run, column, *inputs, COLUMNS, BLOCK, BITS, ADD, MESSAGES, WHOLE)
 
 
-@kernel(do_not_specialize=["skip"])
+@kernel
 def _decode_shards(
-    messages, stride: tl.int64, table, out, signs, rests, weight, skip,
+    messages, stride: tl.int64, table, out, signs, rests, weight,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -264,14 +265,14 @@ def _decode_shards(
     places = header, stride // 4, messages + at + body, stride, tl.load(row + 9), tl.load(row + 10), out + start
     inputs = signs, rest, weight, numel, count
     if whole != 0:
-        _decode_run(run, column, skip, *places, *inputs, COLUMNS, BLOCK, BITS, ADD, MESSAGES, True)
+        _decode_run(run, column, *places, *inputs, COLUMNS, BLOCK, BITS, ADD, MESSAGES, True)
     else:
-        _decode_run(run, column, skip, *places, *inputs, _RUN, BLOCK, BITS, ADD, MESSAGES, False)
+        _decode_run(run, column, *places, *inputs, _RUN, BLOCK, BITS, ADD, MESSAGES, False)
 
 
 @triton.jit
 def _decode_run(
-    run, first_column, skip, header, step, body, stride, middle, last, out, signs, rest, weight, numel, count,
+    run, first_column, header, step, body, stride, middle, last, out, signs, rest, weight, numel, count,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -280,30 +281,18 @@ def _decode_run(
     block = block[None, :]
     if not WHOLE:
         block = run * _RUN + _index(BLOCK) % columns
-    total, sums = tl.zeros([BLOCK, COLUMNS], tl.float32), tl.zeros([BLOCK, COLUMNS], tl.float32)
-    if ADD:
-        sums = read(out, index, index < numel, WHOLE)
+    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for message in range(MESSAGES):
         norm = tl.load(header + message * step + block, mask=block < count, other=0.0)
         scale = step_of(norm, 2 ** (BITS - 1) - 0.5) * weight
         own = body + message * stride
         codes = read_codes(own, middle, last, rows, count.to(tl.int64) * BLOCK, COLUMNS, COLUMNS, BITS, WHOLE)
-        added = (levels_of(codes, BITS) + 0.5) * scale
-        if skip is None:
-            total += added
-        elif message == skip:  # a CPU decodes the messages before it and those after it in two calls
-            sums += _from_coefficients(total, columns, rest, signs + row, WHOLE)
-            total = tl.zeros([BLOCK, COLUMNS], tl.float32)
-        else:
-            total += added
-    rest_of_sums = _from_coefficients(total, columns, rest, signs + row, WHOLE)
-    write(out, index, sums + rest_of_sums if ADD else rest_of_sums, index < numel, WHOLE)
-
-
-@triton.jit
-def _from_coefficients(total, columns, rest, signs, WHOLE: tl.constexpr):
-    sums = transform(_to_matrix(total, columns, rest, WHOLE)) * tl.load(signs)[:, None]
-    return _from_matrix(sums, columns, rest, WHOLE)
+        total += (levels_of(codes, BITS) + 0.5) * scale
+    sums = transform(_to_matrix(total, columns, rest, WHOLE)) * tl.load(signs + row)[:, None]
+    sums = _from_matrix(sums, columns, rest, WHOLE)
+    if ADD:
+        sums += read(out, index, index < numel, WHOLE)
+    write(out, index, sums, index < numel, WHOLE)
 
 
 @triton.jit
