@@ -77,10 +77,21 @@ def _encode_shards(
 def _encode_tile(
     tile, first, second, vector, numbers, numel, SUM: tl.constexpr, KEEP: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
+    if (tile + 1).to(tl.int64) * TILE <= numel:
+        _encode_part(tile, first, second, vector, numbers, numel, SUM, KEEP, TILE, True)
+    else:
+        _encode_part(tile, first, second, vector, numbers, numel, SUM, KEEP, TILE, False)
+
+
+@triton.jit
+def _encode_part(
+    tile, first, second, vector, numbers, numel,
+    SUM: tl.constexpr, KEEP: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     index, inside = _indices(tile, numel, TILE)
-    write(numbers, index, read_sum(first, second, index, inside, SUM, False), inside, False)
+    write(numbers, index, read_sum(first, second, index, inside, SUM, WHOLE), inside, WHOLE)
     if KEEP:
-        write(vector, index, tl.zeros([TILE], tl.float32), inside, False)
+        write(vector, index, tl.zeros([TILE], tl.float32), inside, WHOLE)
 
 
 @kernel(do_not_specialize=["numel"])
