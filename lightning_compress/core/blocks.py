@@ -82,7 +82,7 @@ def table(segments: Segments, most: int | None, device: torch.device) -> Tensor:
 
 def encode(values: Tensor, coded: Tensor) -> None:
     """Encode finite float32 ``values [n]`` as uint8 ``[coded_bytes(n)]``, each rounded to the nearest."""
-    blend(_one(len(values), RESET), coded, 0.0, values, 1.0, coded)
+    blend(Segments((0,), (len(values),), (0,), (RESET,)), coded, 0.0, values, 1.0, coded)
 
 
 def decode(coded: Tensor) -> Tensor:
@@ -121,10 +121,6 @@ def blend(segments: Segments, old: Tensor, kept: float, values: Tensor, share: f
             new[part] = old[part]
         elif code >= 0:
             _blend(old[part], kept * (treated == AVERAGE), values[start : start + size], share, new[part])
-
-
-def _one(numel: int, treated: int) -> Segments:
-    return Segments((0,), (numel,), (0,), (treated,))
 
 
 def _blend(old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:

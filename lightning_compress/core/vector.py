@@ -298,11 +298,10 @@ def add_errors(segments: Segments, codes: Tensor, vector: Tensor, flag: Tensor) 
     if blocks.AVERAGE not in segments.treated:
         return
     segments = segments._replace(sources=tuple(start for _, start, *_ in segments.rows))
-    fast = kernels.backend(__name__, vector.device)
-    if fast and vector.device.type == "cpu" and kernels.compiler(vector.device) == "numba":
+    if fast := kernel_of(vector.device):
         fast.gather(*_read(vector), table(segments, None, vector.device).numpy(), codes.numpy(), vector.numpy())
-    elif fast:
-        fast.gather(vector, segments, codes, vector, torch.inf, flag)
+    elif fused := kernel_of(vector.device, "triton"):
+        fused.gather(vector, segments, codes, vector, torch.inf, flag)
     else:
         blocks.add(segments, codes, vector)
 

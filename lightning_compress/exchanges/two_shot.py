@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -194,8 +195,13 @@ class _Part:
         self._receive = Messages(size, max(width, sum_width), device)
         self._sum = Messages(1, sum_width, device)
         self._received = torch.empty(0, dtype=torch.float32)
-        self._together = _Together.of(self._shards, self._sums, self.own.spans, world)
+        self._world = world
         self.calls = 2 * size + 2 if self.variable or _draws_alike([*self._shards, *self._sums]) else 6
+
+    @cached_property
+    def _together(self) -> _Together | None:
+        """What handles all shards at once; made in the first step, because many plans are only priced."""
+        return _Together.of(self._shards, self._sums, self.own.spans, self._world)
 
     def send(self, vector: Tensor, key: int, flag: Tensor, summands: Summands) -> Wait:
         """Send every owner its shard of the vector."""
@@ -221,27 +227,25 @@ class _Part:
     def send_sum(self, vector: Tensor, key: int, flag: Tensor, error: DeferredError) -> Wait:
         """Add what arrived to the own shard of the vector, and send the sum to all."""
         rank, own, received = self._collective.rank, self.own, self._received
+        total, keep = self._sums[rank], self._step is not None
+        message = self._sum.all[0, : total.size]
         if self._together:
-            self._together.add(received, self._sum.all[0], vector, flag, error)
-            if self._step:
-                self._step.before(vector)
-            self._together.encode_sum(vector, self._sum.all, key, keep=self._step is not None)
-            if self._step:
-                self._step.after(vector)
-            self._received = self._rows(self._widest_sum.size)
-            return self._collective.begin("all_gather", self._sum.all[0], self._received)
-        for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
-            if len(others):
-                with error.deferred():
-                    own.decode(others, vector, 1.0, accumulate=True)
-                own.head.read(others, flag, sums=True)
-        own.zero_nonfinite(vector, flag)
-        error.mark(flag)
+            self._together.add(received, message, vector, flag, error)
+        else:
+            for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
+                if len(others):
+                    with error.deferred():
+                        own.decode(others, vector, 1.0, accumulate=True)
+                    own.head.read(others, flag, sums=True)
+            own.zero_nonfinite(vector, flag)
+            error.mark(flag)
         if self._step:
             self._step.before(vector)
-        total = self._sums[rank]
-        message = self._sum.all[0, : total.size]
-        used = total.encode(vector, message, mix(key, rank, self._collective.size), flag, keep=self._step is not None)
+        used = total.size
+        if self._together:
+            self._together.encode_sum(vector, message, key, keep)
+        else:
+            used = total.encode(vector, message, mix(key, rank, self._collective.size), flag, keep)
         width = self._width(self._widest_sum, used)
         if self._step:
             self._step.after(vector)
