@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import CODECS, Codec, TopK
-from lightning_compress.codecs.codec import FusedPlan, Plan, Summands
+from lightning_compress.codecs.codec import Plan, SourcePlan
 from lightning_compress.collectives import LocalCollective, World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Source
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import Vector
 from lightning_compress.corrections import CORRECTED, Corrected
-from lightning_compress.exchanges.message import encode_by
 
 Case = Codec | Corrected
 
@@ -27,7 +27,7 @@ def plan_of(case: Case, layout: Layout, device: torch.device) -> Plan:
     return CorrectedPlan(case, layout, device) if isinstance(case, Corrected) else case.plan(layout, device)
 
 
-class CorrectedPlan(FusedPlan):
+class CorrectedPlan(SourcePlan):
     """A correction around its codec: encoding includes what it does before and after."""
 
     def __init__(self, corrected: Corrected, layout: Layout, device: torch.device) -> None:
@@ -48,13 +48,13 @@ class CorrectedPlan(FusedPlan):
         """See the base class."""
         self._plan.share(key)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See the base class; the vector, or the gradient of the two that are added up, is corrected first."""
-        given = Vector([vector if summands is None else summands[0]], 1 << 20)
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """See the base class; the gradient, without what is added to it, is corrected first."""
+        given = Vector([source.values], 1 << 20)
         given.gradient, given.means = given.pieces[0], [self._means]
         self._correction.before(given)
-        encode_by(self._plan, vector, message, key, keep, summands)
-        given.sent = vector
+        self._plan.encode_from(source, rest, message, key)
+        given.rest = source.spare if rest is None else rest
         self._correction.after(given)
         for state in self._states.values():
             state.committed, state.pending = state.pending, state.committed

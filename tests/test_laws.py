@@ -17,6 +17,7 @@ from lightning_compress.contrib.codecs.natural import Natural
 from lightning_compress.contrib.codecs.randomk import RandomK
 from lightning_compress.contrib.codecs.terngrad import TernGrad
 from lightning_compress.contrib.exchanges.chain import Chain
+from lightning_compress.core.source import Source
 from lightning_compress.exchanges import EXCHANGES, AllGather, Hierarchical, Pattern
 from lightning_compress.planning import link as probe
 from lightning_compress.planning.choose import Auto
@@ -299,24 +300,25 @@ def test_the_page_says_what_counts_as_zero(case):
         assert re.search(r"counts? as\s+zero", type(case.codec).__doc__)
 
 
-def sum_and_summands(collective, case, exchange):
-    """What a mean leaves in the vector and gives, of a sum and of its two summands: whether they are equal."""
+def sum_and_source(collective, case, exchange):
+    """Whether a mean leaves and gives the same of a sum, and of a source that adds the same two."""
     gradient, residual = thread_ranks.vector(collective.rank), thread_ranks.vector(collective.rank, 1)
     found = []
-    for summands in (None, (gradient, residual)):
+    for adds in (False, True):
         plan = group_plan(case.codec, exchange, collective, Meter(CPU))
-        vector = torch.full_like(gradient, 7.0) if summands else gradient + residual
+        vector = torch.full_like(gradient, 7.0) if adds else gradient + residual
+        source = Source(gradient.clone(), residual.clone(), vector) if adds else None
         mean, flag = torch.full_like(gradient, 7.0), torch.tensor(0.0)
-        plan.mean(vector, mean, 5, flag, summands)
+        plan.mean(vector, mean, 5, flag, source)
         found.append((vector, mean, flag))
     return all(one.equal(other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_two_summands_are_sent_as_their_sum(case, size):
+def test_a_source_is_sent_as_its_sum(case, size):
     for exchange in (each for each in ("all_gather", "two_shot", "auto") if can_travel(case, each, size)):
-        assert all(run_threads(size, lambda ranks, exchange=exchange: sum_and_summands(ranks, case, exchange)))
+        assert all(run_threads(size, lambda ranks, exchange=exchange: sum_and_source(ranks, case, exchange)))
 
 
 def test_spectra_keep_more_of_sums():

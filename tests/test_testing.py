@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_compress.codecs import Codec, Dense, Plan, TopK
-from lightning_compress.codecs.codec import FusedPlan
+from lightning_compress.codecs.codec import SourcePlan
 from lightning_compress.testing import check_codec
 from tests.cases import CASES
 
@@ -81,12 +81,13 @@ def skips_bytes(self, vector, message, key):
     message[4:16] = before
 
 
-def skips_bytes_unkept(self, vector, message, key, keep=True, summands=None):
-    self.load_sum(vector, message, summands)
+def skips_bytes_unkept(self, source, rest, message, key):
+    vector, keep = source.into(rest), rest is not None
+    self.check(vector, message)
     (BytesPlan.encode if keep else skips_bytes)(self, vector, message, key)
 
 
-FUSED = type("Fused", (FusedPlan, BytesPlan), {"encode": skips_bytes_unkept})
+FUSED = type("Fused", (SourcePlan, BytesPlan), {"encode_from": skips_bytes_unkept})
 
 
 def doubles(self, vector, message, key):

@@ -138,7 +138,7 @@ EVERY = {
     "test_laws.py::test_gradients_of_any_scale_lose_the_same": 3,
     "test_laws.py::test_private_noise_averages_out": 3,
     "test_laws.py::test_two_shot_traffic_does_not_grow_with_the_ranks": 3,
-    "test_laws.py::test_two_summands_are_sent_as_their_sum": 3,
+    "test_laws.py::test_a_source_is_sent_as_its_sum": 3,
     "test_laws.py::test_what_is_named_compresses": 2,
     "test_simulation.py": 0,
     "test_testing.py::test_a_broken_law_is_named": 3,

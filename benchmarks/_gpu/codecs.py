@@ -18,7 +18,7 @@ from benchmarks._timing import Work, take_turns
 from lightning_compress import kernels
 from lightning_compress.codecs.codec import Plan, aligned
 from lightning_compress.core.layout import Layout
-from lightning_compress.exchanges.message import encode_by
+from lightning_compress.core.source import Source
 
 ORDER = ("onebit", "efsign", "qsgd", "rotated", "range_float", "topk", "topk-exact", "fft", "bf16", "dgc")
 """What is measured first, where time is short."""
@@ -137,11 +137,11 @@ class _Bench:
 
         def encode_sum(gradient: Tensor, residual: Tensor, vector: Tensor, messages: Tensor) -> None:
             plan.share(1)
-            encode_by(plan, vector, messages[0, :size], 1, summands=(gradient, residual))
+            plan.encode_from(Source(gradient, residual), vector, messages[0, :size], 1)
 
         def send(vector: Tensor, messages: Tensor) -> None:
             plan.share(1)
-            encode_by(plan, vector, messages[0, :size], 1, keep=False)
+            plan.encode_from(Source(vector), None, messages[0, :size], 1)
 
         def decode(messages: Tensor, out: Tensor, ranks: int) -> None:
             plan.decode(messages[1 : 1 + ranks, :used], out, 1 / ranks, True)  # the first one is what others write

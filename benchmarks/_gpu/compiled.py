@@ -20,8 +20,8 @@ from lightning_compress.codecs.codec import aligned
 from lightning_compress.core import state
 from lightning_compress.core import vector as vectors
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Source
 from lightning_compress.engine import unused
-from lightning_compress.exchanges.message import encode_by
 
 _MINUS_TWO = "0fC0000000"
 LAYOUTS = [Layout.of([("weight", (1 << 16,)), ("bias", (100,))]), Layout.of([("weight", (1,))])]
@@ -91,8 +91,8 @@ def _launch(name: str, layout: Layout) -> None:
     vector = torch.zeros(layout.numel)
     messages = torch.zeros(2, aligned(plan.message_size), dtype=torch.uint8)[:, : plan.message_size]
     plan.share(1)
-    encode_by(plan, vector.clone(), messages[0], 1, summands=(vector, vector))
-    encode_by(plan, vector.clone(), messages[0], 1, keep=False)
+    plan.encode_from(Source(vector, vector), vector.clone(), messages[0], 1)
+    plan.encode_from(Source(vector.clone()), None, messages[0], 1)
     for accumulate in (False, True):
         plan.decode(messages, vector, 0.5, accumulate)
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.core.random import Stream
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read, read_sum, shard, sources, write
+from lightning_compress.core.source import Source
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, read_sum, shard, write
 from lightning_compress.kernels.triton.random_bits import random16, signed
 
 _ROWS = tl.constexpr(512)
@@ -37,11 +38,10 @@ class Halves:
     dtype: torch.dtype
     limit: float
 
-    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+    def encode(self, source: Source, rest: Tensor | None, message: Tensor, stream: Stream) -> None:
         """See ``Kernel``."""
-        first, second, both = sources(vector, summands)
-        inputs = first, second, vector, self._halves(message), self.limit, len(vector)
-        _encode[_grid(vector)](*inputs, both, keep, **OPTIONS)
+        halves, (vectors, *constants) = self._halves(message), source.pointers(rest)
+        _encode[_grid(vectors[0])](*vectors, halves, self.limit, len(vectors[0]), *constants, **OPTIONS)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""
@@ -55,13 +55,11 @@ class Halves:
         tiles = [(tile, each) for each in shards for tile in range(triton.cdiv(each.numel, _TILE.value))]
         return Shards.of([(tile, each.start, each.numel, each.at // 2) for tile, each in tiles], shards, device)
 
-    def encode_shards(
-        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
-    ) -> None:
+    def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
-        first, second, both = sources(vector, summands)
-        inputs = first, second, vector, self._halves(messages), shards.table, self.limit
-        _encode_shards[(len(shards.table),)](*inputs, both, keep, **OPTIONS)
+        vectors, *constants = source.pointers(rest)
+        inputs = *vectors, self._halves(messages), shards.table, self.limit
+        _encode_shards[(len(shards.table),)](*inputs, *constants, **OPTIONS)
 
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None

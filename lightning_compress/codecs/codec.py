@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import Stream
-from lightning_compress.kernels import Summands as Summands
+from lightning_compress.core.source import Source
 
 ALIGNMENT = 16
 """Sections of a message start at multiples of this many bytes."""
@@ -112,6 +112,20 @@ class Plan(ABC):
             key: unsigned 64-bit number, the seed of all random bits.
         """
 
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """Encode what is not in one vector yet, or of which nothing is kept. Exchanges call this and not ``encode``.
+
+        A plan that reads its numbers once can save passes over memory here; see ``SourcePlan``.
+
+        Args:
+            source: the numbers.
+            rest: float32 ``[numel]``, overwritten by what the message does not hold; it may be memory of the source.
+                None: nothing is kept, and the source's spare memory may be overwritten.
+            message: see ``encode``.
+            key: see ``encode``.
+        """
+        self.encode(source.into(rest), message, key)
+
     @abstractmethod
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """Write ``weight`` times the sum of the decoded messages. Rows are summed in order.
@@ -151,38 +165,23 @@ class Plan(ABC):
             )
 
 
-class FusedPlan(Plan):
-    """A plan whose ``encode`` can add two vectors and can skip the residual, to save passes over memory."""
+class SourcePlan(Plan):
+    """A plan that reads its numbers once, by ``encode_from``."""
+
+    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
+        """See ``Plan.encode``."""
+        self.encode_from(Source(vector), vector, message, key)
 
     @abstractmethod
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """Move content from the vector into the message.
-
-        Args:
-            vector: see ``Plan.encode``.
-            message: see ``Plan.encode``.
-            key: see ``Plan.encode``.
-            keep: write to ``vector`` what was not sent. If False, its content is undefined afterwards.
-            summands: two float32 ``[numel]``. If given, their sum is encoded, and the old content of ``vector`` is
-                ignored.
-        """
-
-    def load_sum(self, vector: Tensor, message: Tensor, summands: Summands) -> None:
-        """Check sizes, and write the sum of ``summands`` to ``vector``. For plans without a fused pass.
-
-        Raises:
-            ValueError: see ``check``.
-        """
-        self.check(vector, message)
-        if summands is not None:
-            torch.add(*summands, out=vector)
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """See ``Plan.encode_from``."""
 
 
 class Kernel(Protocol):
-    """One-pass encoder and decoder for an accelerator; see ``FusedPlan``. Vectors are not empty."""
+    """One-pass encoder and decoder for an accelerator. Vectors are not empty."""
 
-    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
-        """Write the whole message. Random bits come from ``stream``."""
+    def encode(self, source: Source, rest: Tensor | None, message: Tensor, stream: Stream) -> None:
+        """Write the whole message, and what it does not hold to ``rest``. Random bits come from ``stream``."""
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """Write or add the weighted sum of messages ``[M, message_size]``. Rows may be strided."""
@@ -237,18 +236,15 @@ class ShardCoder(Protocol):
     def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
         """Return these shards for such calls; None if their coders differ in more than where codes begin."""
 
-    def encode_shards(
-        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
-    ) -> None:
+    def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """Write all messages.
 
         Args:
-            vector: the whole vector, whose parts are encoded.
-            summands: see ``FusedPlan.encode``; as long as the vector.
+            source: the whole vector, whose parts are encoded; on a CPU one without an addend.
+            rest: as long as the vector; see ``Plan.encode_from``.
             messages: uint8, the memory that holds all messages.
             shards: which ones.
             key: the random key without peer and section.
-            keep: see ``FusedPlan.encode``.
         """
 
     def decode_shards(
@@ -267,7 +263,7 @@ class ShardCoder(Protocol):
         """
 
 
-class KernelPlan(FusedPlan):
+class KernelPlan(SourcePlan):
     """A plan that leaves all work to a kernel.
 
     Args:
@@ -280,11 +276,11 @@ class KernelPlan(FusedPlan):
         super().__init__(layout)
         self.message_size, self.kernel = size, kernel
 
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``FusedPlan.encode``."""
-        self.check(vector, message)
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """See ``Plan.encode_from``."""
+        self.check(rest, message)
         if self.layout.numel:
-            self.kernel.encode(vector, summands, message, self.stream(key), keep)
+            self.kernel.encode(source, rest, message, self.stream(key))
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""

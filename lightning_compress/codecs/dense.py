@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, Shard, Shards
 from lightning_compress.core.layout import Layout
-from lightning_compress.kernels import Summands
+from lightning_compress.core.source import Source
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,9 @@ class _DensePlan(Plan):
             return None
         return Shards.of([(shard.start, shard.numel, shard.at) for shard in shards], shards, device)
 
-    def encode_shards(
-        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
-    ) -> None:
+    def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
-        self._fast.encode_shards(vector.numpy(), shards.table.numpy(), messages.view(-1).numpy())
+        self._fast.encode_shards(source.into(rest).numpy(), shards.table.numpy(), messages.view(-1).numpy())
 
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None

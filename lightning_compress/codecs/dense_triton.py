@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.core.random import Stream
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read, read_sum, shard, sources, write
+from lightning_compress.core.source import Source
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, read_sum, shard, write
 
 _TILE = 2048
 """Elements per program."""
@@ -20,11 +21,10 @@ _TILE = 2048
 class Floats:
     """Copies numbers; see ``Kernel``."""
 
-    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+    def encode(self, source: Source, rest: Tensor | None, message: Tensor, stream: Stream) -> None:
         """See ``Kernel``."""
-        first, second, both = sources(vector, summands)
-        numbers = message.view(torch.float32)
-        _encode[_grid(vector)](first, second, vector, numbers, len(vector), both, keep, _TILE, **OPTIONS)
+        numbers, (vectors, *constants) = message.view(torch.float32), source.pointers(rest)
+        _encode[_grid(numbers)](*vectors, numbers, len(numbers), *constants, _TILE, **OPTIONS)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""
@@ -38,13 +38,10 @@ class Floats:
         tiles = [(tile, each) for each in shards for tile in range(triton.cdiv(each.numel, _TILE))]
         return Shards.of([(tile, each.start, each.numel, each.at) for tile, each in tiles], shards, device)
 
-    def encode_shards(
-        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
-    ) -> None:
+    def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
-        first, second, both = sources(vector, summands)
-        inputs = first, second, vector, messages, shards.table
-        _encode_shards[(len(shards.table),)](*inputs, both, keep, _TILE, **OPTIONS)
+        vectors, *constants = source.pointers(rest)
+        _encode_shards[(len(shards.table),)](*vectors, messages, shards.table, *constants, _TILE, **OPTIONS)
 
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None

@@ -118,7 +118,7 @@ class _Plan(CorrectionPlan):
             torch.sub(momentum, self._estimate.committed[piece], out=gradient[piece])
 
     def after(self, vector: Vector) -> None:
-        sent = vector.made()
+        sent = vector.rest
         for piece, mean in vector.stretches(self._chunk):
             torch.sub(self._momentum.pending[piece], sent[piece], out=self._estimate.pending[piece])
             torch.add(self._mean.committed[piece], mean, out=self._mean.pending[piece])

@@ -16,9 +16,12 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.core import blocks
 from lightning_compress.core.blocks import Segments, table
+from lightning_compress.core.source import Source
 from lightning_compress.core.workspace import pieces, scratch
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
+_LARGEST, _INFINITE = torch.finfo(torch.float32).max, 0x7F800000
+"""The largest finite float32, and the bits of an infinite one."""
 
 
 class Rows(NamedTuple):
@@ -39,8 +42,8 @@ class Rows(NamedTuple):
 class Vector:
     """The gradients of a group's parameters in one backward pass on this rank.
 
-    They stay in pieces, in DistributedDataParallel's memory, as long as every stage does its work in one pass over
-    them. A stage that has to change the gradients themselves calls ``whole``, which copies them into one vector.
+    They stay in pieces, in DistributedDataParallel's memory, until they are encoded. A stage that has to change the
+    gradients themselves calls ``whole``, which copies them into one vector.
 
     Args:
         pieces: the gradients of parameters that are not empty: one-dimensional, contiguous, of one dtype. Each becomes
@@ -58,13 +61,13 @@ class Vector:
 
     Attributes:
         flag: float32 scalar, 0.0, or NaN if a gradient is not finite; after the exchange, of any rank.
+        nonfinite: indices of the pieces that were not finite; always empty on an accelerator, because reading them
+            would wait for the device.
         gradient: float32 ``[numel]``, the copied gradients that stages change; zeros if any was not finite. None before
             the copy.
         factors: function of the pieces that returns the factor of each, if they were not multiplied yet; or None.
-        sent: float32 ``[numel]``, what is averaged; after the exchange, what this rank did not send. None before a
-            stage sets it.
-        summands: two vectors whose sum is ``sent``, if the exchange is to add them while it encodes.
-        sound: True if every gradient is finite and not all zeros; False means unknown.
+        source: what is averaged; None before a stage called ``send``.
+        rest: float32 ``[numel]``, memory for what this rank does not send, which it holds after the exchange.
         means: float32, the means, in pieces.
         mean: float32 ``[numel]``, the means as one vector; None if they are not contiguous.
         rows: rows of the means that are zeroed while they are written to the gradients, or None.
@@ -83,17 +86,17 @@ class Vector:
     fused: ModuleType | None = None
     gradient: Tensor | None = None
     factors: Callable[[list[Tensor]], Tensor] | None = None
-    sent: Tensor | None = None
-    summands: kernels.Summands = None
-    sound: bool = False
+    source: Source | None = None
     means: list[Tensor] = field(default_factory=list)
     mean: Tensor | None = None
     rows: Rows | None = None
+    rest: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.device = self.pieces[0].device
         self.flag = new_flag(self.device)
         self.sizes = tuple(each.numel() for each in self.pieces)
+        self.nonfinite: list[int] = []
 
     def take(self, name: str) -> Tensor:
         """Return float32 ``[numel]`` of undefined content, shared by all vectors under this name; see ``scratch``."""
@@ -107,6 +110,18 @@ class Vector:
             if self.factors:
                 self.rescale(self.factors)
         return cast(Tensor, self.gradient)
+
+    def send(self, rest: Tensor | None = None, addend: Tensor | None = None) -> None:
+        """Let the exchange average the gradients, or their sum with an addend.
+
+        Args:
+            rest: see the class; None: scratch memory, or that of ``gradient``.
+            addend: float32 ``[numel]``, or None.
+        """
+        lazy = self.raw and self.fast and self.pieces[0].dtype == torch.float32 and self.bucket
+        values = None if lazy else self.whole()
+        self.rest = rest if rest is not None else self.take("gradient") if values is None else values
+        self.source = Gradients(self, addend, self.rest) if values is None else Source(values, addend, self.rest)
 
     def add_errors(self, coded: tuple[int, ...], treated: tuple[int, ...], codes: Tensor) -> None:
         """Add errors that are kept in 8 bits to the gradients, in the pass that copies them if nothing did yet.
@@ -141,6 +156,14 @@ class Vector:
         """Where the pieces lie if they fill one piece of memory."""
         return adjacent(self.pieces)
 
+    @cached_property
+    def memory(self) -> tuple[Any, Any, Any]:
+        """The memory that float32 pieces fill on a CPU: as numbers, as bits, and where the pieces are in it."""
+        assert self.bucket
+        nothing = (-1,) * len(self.sizes)
+        rows = table(Segments(self.bucket.places, self.sizes, nothing, nothing), None, self.device)
+        return *_read(self.bucket.whole()), rows.numpy()
+
     @property
     def starts(self) -> tuple[int, ...]:
         """The first element of each piece in a vector."""
@@ -155,58 +178,24 @@ class Vector:
                 together.first, segments._replace(sources=together.places), codes, out, self.limit, self.flag
             )
             return
-        if self.fast and self.pieces[0].dtype == torch.float32 and self.limit >= kernels.LARGEST:
-            bounds = self._gather_on_cpu(together, segments, codes, out)
-            if bounds[1] <= kernels.LARGEST_BITS:
-                self.sound = bounds[0] > 0
+        if self.fast and together and self.pieces[0].dtype == torch.float32:
+            rows = table(segments._replace(sources=together.places), None, self.device)
+            if self.allows(self.fast.gather(*_read(together.whole()), rows.numpy(), codes.numpy(), out.numpy())):
                 return
         self.flag = clean(torch.cat(self.pieces, out=out), self.limit, self.flag)
+        if self.device.type == "cpu" and self.flag.isnan():
+            self.spoil()
         add_errors(segments, codes, out, self.flag)
 
-    def _gather_on_cpu(
-        self, together: Adjacent | None, segments: Segments, codes: Tensor, out: Tensor
-    ) -> tuple[int, int]:
-        """Return the least and the largest of the pieces' largest magnitudes, as the bits of float32."""
-        assert self.fast
-        if together:
-            rows = table(segments._replace(sources=together.places), None, self.device)
-            return tuple(self.fast.gather(*_read(together.whole()), rows.numpy(), codes.numpy(), out.numpy()))
-        rows, bounds = table(segments._replace(sources=(0,) * len(self.sizes)), None, self.device), []
-        for piece, row in zip(self.pieces, rows.split(1), strict=True):
-            bounds.append(self.fast.gather(*_read(piece), row.numpy(), codes.numpy(), out.numpy()))
-        return min(least for least, _ in bounds), max(most for _, most in bounds)
+    def allows(self, largest: int) -> bool:
+        """Return whether gradients with this largest magnitude, given as the bits of a float32, may be averaged."""
+        return largest < _INFINITE and largest <= int(np.float32(self.limit).view(np.int32))
 
-    def add(self, addend: Tensor, out: Tensor, factor: float = 1.0) -> bool:
-        """Set ``sent`` to the gradients plus an addend, in one pass on a CPU.
-
-        Args:
-            addend: float32 ``[numel]``.
-            out: float32 ``[numel]``, overwritten; becomes ``sent``.
-            factor: of the addend.
-
-        Returns:
-            True if the gradients are ``raw`` and float32, no value is above ``kernels.LARGEST``, and no gradient is all
-            zeros. Otherwise nothing was set, and the content of ``out`` is undefined.
-        """
-        if not self.raw or self.pieces[0].dtype != torch.float32:
-            return False
-        for piece, before, after in zip(self.pieces, self.split(addend), self.split(out), strict=True):
-            if self.fast and factor == 1:
-                sound = 0 < self.fast.add(*_read(piece), before.numpy(), after.numpy()) <= kernels.LARGEST_BITS
-            else:
-                lowest, highest = torch.aminmax(piece)
-                sound = 0.0 < float(torch.maximum(-lowest, highest)) <= kernels.LARGEST
-                torch.add(piece, before, alpha=factor, out=after)
-            if not sound:
-                return False
-        self.sent, self.sound = out, True
-        return True
-
-    def made(self) -> Tensor:
-        """Return ``sent``, which is the gradients if no stage set it."""
-        if self.sent is None:
-            self.sent = self.whole()
-        return self.sent
+    def spoil(self) -> None:
+        """Note on a CPU that a gradient is not finite, before anything is written to the gradients."""
+        self.flag.fill_(torch.nan)
+        limit = min(self.limit, _LARGEST)
+        self.nonfinite = [number for number, piece in enumerate(self.pieces) if not piece.abs().max() <= limit]
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Split a vector into parts as long as the pieces."""
@@ -229,7 +218,7 @@ class Vector:
         if in_pieces and self.pieces[0].dtype == torch.float32:
             self.means = self.pieces
             return self.pieces
-        self.mean = self.take("mean" if self.sent is self.gradient else "gradient")
+        self.mean = self.take("mean" if self.rest.data_ptr() == self.take("gradient").data_ptr() else "gradient")
         self.means = self.split(self.mean)
         return self.mean
 
@@ -309,6 +298,46 @@ def add_errors(segments: Segments, codes: Tensor, vector: Tensor, flag: Tensor) 
 def kernel_of(device: torch.device, by: str = "numba") -> ModuleType | None:
     """Return the kernels of a compiler that copy gradients, and add to them, or None."""
     return kernels.backend(__name__, device, by)
+
+
+class Gradients(Source):
+    """Gradients that fill a piece of a CPU's memory, in any order, plus an addend; they are read where they lie.
+
+    Those that are not finite become zeros where they are read, and spoil their vector.
+
+    Args:
+        vector: of the gradients, which are float32.
+        addend: see ``Source``.
+        spare: see ``Source``.
+        start: the first number of the vector.
+    """
+
+    def __init__(self, vector: Vector, addend: Tensor | None, spare: Tensor, start: int = 0) -> None:
+        super().__init__(spare, addend, spare)
+        self._vector, self._start = vector, start
+
+    def part(self, span: slice) -> Gradients:
+        """See ``Source``."""
+        addend = None if self.addend is None else self.addend[span]
+        return Gradients(self._vector, addend, self.spare[span], self._start + span.start)
+
+    def into(self, out: Tensor | None) -> Tensor:
+        """See ``Source``."""
+        vector, out = self._vector, self.spare if out is None else out
+        assert vector.fast
+        addend = _NOTHING if self.addend is None else self.addend.numpy()
+        if not vector.allows(vector.fast.read(*vector.memory, self._start, addend, out.numpy())):
+            vector.spoil()
+            out.zero_()
+        return out
+
+    def terms(self, span: slice) -> list[Tensor]:
+        """See ``Source``."""
+        number = self._vector.starts.index(span.start)
+        return [self._vector.pieces[number], *([] if self.addend is None else [self.addend[span]])]
+
+
+_NOTHING = np.empty(0, np.float32)
 
 
 class Stage:

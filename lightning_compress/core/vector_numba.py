@@ -12,18 +12,38 @@ _AVERAGE, _BLOCK = AVERAGE, BLOCK
 
 
 @kernel
-def add(gradient, bits, residual, out):
-    """Compute ``out = gradient + residual``.
+def read(numbers, bits, rows, begin, addend, out):
+    """Copy a part of a vector from where the gradients lie, and add a residual to it.
 
     Args:
-        gradient: float32 ``[n]``.
-        bits: the gradient's memory as int32.
-        residual: float32 ``[n]``.
+        numbers: float32, the memory that holds the gradients.
+        bits: the same memory as int32.
+        rows: from ``blocks.table``, in the vector's order.
+        begin: the part's first element in the vector.
+        addend: float32 ``[n]``, or empty for none.
         out: float32 ``[n]``, overwritten.
 
     Returns:
-        the gradient's largest magnitude, as the bits of a float32: as integers, NaN and infinity are above all others.
+        the largest magnitude of the part's gradients, as the bits of a float32: as integers, NaN and infinity are above
+        all others.
     """
+    most, end = np.int32(0), begin + len(out)
+    for row in range(len(rows)):
+        source, start, count = rows[row, 0], rows[row, 1], rows[row, 2]
+        first, last = max(begin, start), min(end, start + count)
+        if first < last:
+            place = slice(source + first - start, source + last - start)
+            part = out[first - begin : last - begin]
+            if len(addend):
+                largest = _add(numbers[place], bits[place], addend[first - begin : last - begin], part)
+            else:
+                largest = _copy(numbers[place], bits[place], part)
+            most = max(most, largest)
+    return most
+
+
+@kernel
+def _add(gradient, bits, residual, out):
     largest = np.int32(0)
     for index in range(len(gradient)):
         out[index] = gradient[index] + residual[index]
@@ -43,9 +63,9 @@ def gather(numbers, bits, rows, coded, out):
         out: float32 ``[numel]``, overwritten.
 
     Returns:
-        the least and the largest of the gradients' largest magnitudes, as ``add`` returns them.
+        the largest magnitude of the gradients, as ``read`` returns it.
     """
-    least, most, codes = np.int32(0x7FFFFFFF), np.int32(0), coded.view(np.int8)
+    most, codes = np.int32(0), coded.view(np.int8)
     for row in range(len(rows)):
         source, start, count, code, scale = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
         given, words, part = numbers[source : source + count], bits[source : source + count], out[start : start + count]
@@ -54,8 +74,8 @@ def gather(numbers, bits, rows, coded, out):
             largest = add_to(codes[code : code + count], scales, given, words, part)
         else:
             largest = _copy(given, words, part)
-        least, most = min(least, largest), max(most, largest)
-    return least, most
+        most = max(most, largest)
+    return most
 
 
 @kernel

@@ -16,6 +16,7 @@ from lightning_compress.codecs import CODECS, Codec, TopK
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
+from lightning_compress.core.source import Source
 from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.core.vector import Vector
 from lightning_compress.core.workspace import chunk_size, pieces
@@ -245,13 +246,13 @@ class _Plan(CorrectionPlan):
                 largest = self._fast.add(*gradient, before, after)
             else:
                 largest = self._fast.accumulate(*gradient, *rule, tuple(velocity), (before, after))
-            if not kernels.sound(largest):
+            if not vector.allows(largest):
                 return False
-        vector.sent, vector.sound = rest.pending, True
+        vector.source, vector.rest = Source(rest.pending), rest.pending
         return True
 
     def after(self, vector: Vector) -> None:
-        sent = vector.made()
+        sent = vector.rest
         for part, cut in zip(self._compressed, self._pieces, strict=True):
             for piece in cut if self._settings.masking and not vector.sends_all(part) else ():
                 zero_where_zero(self._velocity.pending[piece], sent[piece])

@@ -92,7 +92,7 @@ class LoCoPlan(Stage):
 
     def after(self, vector: Vector) -> None:
         """Update the errors by what was not sent."""
-        sent, beta = vector.made(), self._settings.beta
+        sent, beta = vector.rest, self._settings.beta
         segments = Segments(vector.starts, self._sizes, self._coded, self._treated(vector))
         blocks.blend(segments, self._state.base(), 1.0 - beta, sent, beta, self._state.pending)
         if not self._alone:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import cast
 
 import torch
@@ -16,6 +15,7 @@ from lightning_compress.codecs.cast import StochasticRounding, dense_of
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
+from lightning_compress.core.source import Source
 from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.core.vector import Stage, Vector, kernel_of, poison
 from lightning_compress.corrections.clipping import Clip
@@ -222,10 +222,10 @@ class Group:
         stages = self._stages if vector.scale is None else [Unscale(), *self._stages]
         for stage in stages:
             stage.before(vector)
-        sent = vector.made() if vector.sent is None else vector.sent
-        if not vector.sound:
-            self._note(vector.flag, pieces)
-        self._exchange_vector(vector, sent, plan)
+        if vector.source is None:
+            vector.send()
+        self._exchange_vector(vector, plan)
+        self.nonfinite = [self._segments[number].name for number in vector.nonfinite]
         for stage in reversed(stages):
             stage.after(vector)
         for name in self._always if plan is self._dense else self.states:
@@ -277,13 +277,16 @@ class Group:
             return False
         return not self._keeps and (self.residual is None or self.residual.empty)
 
-    def _exchange_vector(self, vector: Vector, sent: Tensor, plan: ExchangePlan) -> None:
+    def _exchange_vector(self, vector: Vector, plan: ExchangePlan) -> None:
         """Average the vector over the ranks; what was not sent stays in it."""
-        meter = self._world.meter
-        before = reduce(torch.add, vector.summands or (sent,)).norm() if meter.sampling else None
-        plan.mean(sent, vector.out(plan.in_pieces), mix(*vector.draws), vector.flag, vector.summands)
-        if before is not None:
-            meter.add_error(before, sent.norm())
+        meter, rest, source = self._world.meter, vector.rest, vector.source
+        assert source
+        if not meter.sampling:
+            plan.mean(rest, vector.out(plan.in_pieces), mix(*vector.draws), vector.flag, source)
+            return
+        before = source.into(rest).norm()
+        plan.mean(rest, vector.out(plan.in_pieces), mix(*vector.draws), vector.flag)
+        meter.add_error(before, rest.norm())
 
     def _note(self, flag: Tensor, pieces: Sequence[Tensor]) -> Tensor:
         """Record which parameters have non-finite gradients, and return the flag. CPU only: reading is free there."""
@@ -317,27 +320,22 @@ class ErrorFeedback(Stage):
 
     def __init__(self, residual: State, decay: float) -> None:
         self._residual, self._decay = residual, decay
-        device, self._halved = residual.committed.device, residual.committed.dtype != torch.float32
-        self._fuses = not self._halved and kernels.compiler(device) == "triton"
-        self._feeds = not self._halved and not self._fuses and device.type == "cpu"
+        self._halved = residual.committed.dtype != torch.float32
 
     def before(self, vector: Vector) -> None:
         """See ``Stage``."""
         residual, decay = self._residual, self._decay
-        if vector.sent is not None:  # the correction has added the residual
+        if vector.source is not None:  # the correction has added the residual
             return
-        untouched, kept = not residual.touched, (residual.committed, residual.pending)
-        if self._feeds and untouched and vector.add(*kept, decay):
-            return
-        gradient = vector.whole()
-        if not untouched and decay != 1:  # a later pass: decay only the parameters whose step begins with it
+        if residual.touched and decay != 1:  # a later pass: decay only the parameters whose step begins with it
             residual.decay(decay)
             decay = 1.0
-        vector.sent = vector.take("mean") if self._halved else residual.pending
-        if self._fuses and untouched and decay == 1:
-            vector.summands = gradient, residual.committed
+        rest = vector.take("mean") if self._halved else residual.pending
+        if self._halved or residual.touched or decay != 1:
+            torch.add(vector.whole(), residual.base(), alpha=decay, out=rest)
+            vector.source, vector.rest = Source(rest), rest
         else:
-            torch.add(gradient, residual.base(), alpha=decay, out=vector.sent)
+            vector.send(rest, residual.committed)
 
 
 class KeptErrors(Stage):
@@ -356,8 +354,7 @@ class KeptErrors(Stage):
 
     def after(self, vector: Vector) -> None:
         """See ``Stage``."""
-        sent = vector.made()
         for place in self._noise:
-            sent[place].zero_()
+            vector.rest[place].zero_()
         if self._rounding:
-            self._rounding.round(sent, self._residual.pending, mix(*vector.draws, self._rank))
+            self._rounding.round(vector.rest, self._residual.pending, mix(*vector.draws, self._rank))

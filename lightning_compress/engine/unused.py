@@ -103,7 +103,9 @@ class Unused(Stage):
                 part.zero_()
                 mean = vector.pieces[block.number].float()
                 self._earlier.append((block, mean.clone() if vector.scale is None else mean / vector.scale))
-        self._find(self._mixed, mixed, vector.summands or (vector.made(),), vector)
+        if vector.source is None:
+            vector.send()
+        self._find(self._mixed, mixed, vector)
         self._share(vector)
 
     def _share(self, vector: Vector) -> None:
@@ -138,7 +140,7 @@ class Unused(Stage):
         for block, part in zip(self.kept, _split(mask, self.kept), strict=True):
             piece = vector.pieces[block.number]
             if part.device.type == "cpu":  # the first element is mostly nonzero
-                part.fill_(vector.sound or bool(piece[0] != 0) or bool(piece.any()))
+                part.fill_(bool(piece[0] != 0) or bool(piece.any()))
             else:
                 part.copy_(piece.any())
 
@@ -146,10 +148,11 @@ class Unused(Stage):
         """Whether there is something to check; not if some ranks may average in place, for then none may check."""
         return bool(self.kept) or not vector.in_place
 
-    def _find(self, blocks: Sequence[Block], mask: Tensor, summands: Sequence[Tensor], vector: Vector) -> None:
-        """Write 0 where all summands are zero, and 1 elsewhere."""
+    def _find(self, blocks: Sequence[Block], mask: Tensor, vector: Vector) -> None:
+        """Write 0 where what is sent is zero, and 1 elsewhere."""
+        assert vector.source
         for block, part in zip(blocks, _split(mask, blocks), strict=True):
-            terms = [block.of(summand) for summand in summands]
+            terms = [term.view(block.rows, -1) for term in vector.source.terms(block.segment.span)]
             if block.rows > 1 or part.device.type != "cpu":
                 part.copy_(torch.stack([(rows.amax(1) != 0) | (rows.amin(1) != 0) for rows in terms]).any(0))
             else:  # the first element is mostly nonzero
@@ -166,7 +169,7 @@ class Unused(Stage):
         """
         for block, part, unused in _unused(blocks, mask):
             targets = [vector.means[block.number].view(block.rows, -1)]
-            targets += [block.of(vector.made())] * (mixed and bool(self._states))
+            targets += [block.of(vector.rest)] * (mixed and bool(self._states))
             for rows in targets:
                 if unused is None:
                     rows.masked_fill_((part == 0).unsqueeze(1), 0.0)
@@ -246,15 +249,19 @@ class FusedUnused(Unused):
         """Remember the states, and check the gradients: a correction would change the vector that the kernel reads."""
         super().remember(vector)
         if self.kept:
-            self._find(self.kept, self._masks(self._found(vector))[0], (vector.whole(),), vector)
+            self._find_in(self.kept, self._masks(self._found(vector))[0], (vector.whole(),), vector)
 
     def _find_kept(self, mask: Tensor, vector: Vector) -> None:
         """Skip: ``remember`` did it."""
 
-    def _find(self, blocks: Sequence[Block], mask: Tensor, summands: Sequence[Tensor], vector: Vector) -> None:
+    def _find(self, blocks: Sequence[Block], mask: Tensor, vector: Vector) -> None:
+        assert vector.source
+        self._find_in(blocks, mask, vector.source.terms(slice(None)), vector)
+
+    def _find_in(self, blocks: Sequence[Block], mask: Tensor, terms: Sequence[Tensor], vector: Vector) -> None:
         if not vector.marked:  # else the exchange left zeros; see ``Marks``
             mask.zero_()
-        self._kernel.find_used(self._tables[id(blocks)], mask, *summands)
+        self._kernel.find_used(self._tables[id(blocks)], mask, *terms)
 
     def _share(self, vector: Vector) -> None:
         if not vector.marked:
@@ -268,7 +275,7 @@ class FusedUnused(Unused):
         if mixed and not self._states and vector.fused and vector.bucket:  # then none is kept
             vector.rows = Rows(*self._rows(len(vector.pieces)), mask)
             return
-        targets = (vector.mean, vector.made()) if mixed and self._states else (vector.mean,)
+        targets = (vector.mean, vector.rest) if mixed and self._states else (vector.mean,)
         self._kernel.zero_unused(table, mask, *targets)
         for state in self._stale() if mixed else ():
             self._kernel.restore_unused(table, mask, state.pending, state.committed)

@@ -11,12 +11,12 @@ from torch import Tensor
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.random import mix
+from lightning_compress.core.source import Source
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, length_cost, longest
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.parts import part_count, parts_of
-from lightning_compress.kernels import Summands
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class _Plan(ExchangePlan):
             parts=len(plans),
         )
 
-    def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
+    def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, source: Source | None = None) -> None:
         rank, size = self._collective.rank, self._collective.size
         begun = []
         for number, (plan, own, all_messages) in enumerate(self._parts):
             part_key = mix(key, number) if number else key
             plan.agree(part_key, rank, size)
             message = own.all[0]
-            used = plan.encode(vector, message, mix(part_key, rank), flag, keep=False, summands=summands)
+            used = plan.encode(vector, message, mix(part_key, rank), flag, keep=False, source=source)
             width = longest(used, plan.size, self._collective, vector.device) if plan.variable else plan.size
             messages = all_messages.all.view(-1)[: size * width].view(size, width)
             begun.append((messages, self._collective.begin("all_gather", message[:width], messages)))

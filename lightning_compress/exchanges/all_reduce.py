@@ -16,12 +16,12 @@ from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.random import mix
+from lightning_compress.core.source import Source
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages, chunk_size
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.parts import part_count, parts_of
-from lightning_compress.kernels import Summands
 
 Piece = tuple[int, int, int]
 """A stretch of a gradient: the gradient's index, the first element, and one past the last."""
@@ -83,9 +83,9 @@ class _Plan(ExchangePlan):
             parts.append((plan, messages.all, sums))
         return parts
 
-    def mean(self, vector: Out, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
+    def mean(self, vector: Out, out: Out, key: int, flag: Tensor, source: Source | None = None) -> None:
         if isinstance(vector, Tensor):
-            super().mean(vector, out, key, flag, summands)
+            super().mean(vector, out, key, flag, source)
         elif self.from_gradients:
             self.from_gradients.mean(vector, flag)
 

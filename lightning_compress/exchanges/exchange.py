@@ -22,11 +22,11 @@ from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
+from lightning_compress.core.source import Source
 from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.head import LENGTH
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
-from lightning_compress.kernels import Summands
 
 META = torch.device("meta")
 """The device of plans without memory. They are made to read their cost and never run."""
@@ -137,7 +137,7 @@ class ExchangePlan:
         """Return whether this slice of the vector travels as float32."""
         return any(dense.start <= span.start and span.stop <= dense.stop for dense in self.dense_spans)
 
-    def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
+    def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, source: Source | None = None) -> None:
         """Average over the ranks.
 
         Args:
@@ -146,11 +146,10 @@ class ExchangePlan:
             out: float32 ``[numel]``, or one tensor per non-empty segment, in order. It receives the mean.
             key: the random key of the step and the group, equal on all ranks.
             flag: float32 scalar, 0.0 or NaN. It receives the sum over the ranks.
-            summands: gradient and residual. If given, their sum is first written to ``vector``; ``out`` may be the
-                gradient.
+            source: what is averaged, if it is not in ``vector`` yet; ``out`` may be the memory of its values.
         """
-        if summands is not None:
-            torch.add(*summands, out=vector)
+        if source is not None:
+            source.into(vector)
         with whole(out, vector) as mean:
             self.average(vector, mean, key, flag)
 

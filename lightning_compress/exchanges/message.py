@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Rotated
-from lightning_compress.codecs.codec import ALIGNMENT, Codec, FusedPlan, Method, Plan, aligned
+from lightning_compress.codecs.codec import ALIGNMENT, Codec, Method, Plan, aligned
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, permutation
+from lightning_compress.core.source import Source
 from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.head import LENGTH, LENGTHS, Head, Marks
-from lightning_compress.kernels import Summands
 
 Out = Tensor | Sequence[Tensor]
 """Where a mean goes: float32 ``[numel]``, or one tensor per non-empty segment."""
@@ -201,7 +201,7 @@ class MessagePlan:
         Call it before ``encode`` and ``decode``, with the same key on all ranks.
         """
         for number, plan in self._sharing:
-            plan.share(_section_key(key, number))
+            plan.share(section_key(key, number))
 
     def correlate(self, key: int, place: int, places: int) -> None:
         """Make this rank's rounding errors cancel those of other ranks; see ``Plan.correlate``.
@@ -216,7 +216,7 @@ class MessagePlan:
         """
         for number, ((_, plan), correlated) in enumerate(zip(self._parts, self._correlated, strict=True)):
             if correlated:
-                plan.correlate(_section_key(key, number), place, places)
+                plan.correlate(section_key(key, number), place, places)
 
     def agree(self, key: int, rank: int, size: int) -> None:
         """Call ``share``, and ``correlate`` over all ranks in a random order."""
@@ -225,31 +225,36 @@ class MessagePlan:
             self.correlate(key, permutation(key, size)[rank], size)
 
     def encode(
-        self, vector: Tensor, message: Tensor, key: int, flag: Tensor, keep: bool = True, summands: Summands = None
+        self,
+        vector: Tensor,
+        message: Tensor,
+        key: int,
+        flag: Tensor,
+        keep: bool = True,
+        source: Source | None = None,
     ) -> int:
-        """Encode the sections of ``vector`` into ``message``. ``vector`` keeps what was not encoded.
+        """Encode the sections into ``message``. ``vector`` keeps what was not encoded.
 
         Args:
-            vector: float32, the whole group's; finite.
+            vector: float32, the whole group's.
             message: uint8 ``[size]``, whose padding the caller set to zero once.
             key: the random key; each section draws from its own stream.
             flag: float32 scalar, 0.0 or NaN.
             keep: the caller needs what encoding leaves even in sections without error feedback.
-            summands: gradient and residual, each as long as the vector. If given, their sum is first written to
-                ``vector``.
+            source: what is encoded, if it is not in ``vector`` yet.
 
         Returns:
             Bytes of the message to send.
         """
-        keeps = [keep or fed_back or summands is not None for fed_back in self._fed_back]
-        original = vector.clone() if self._meter.sampling and not all(keeps) else None
+        source = Source(vector) if source is None else source
+        keeps = [keep or fed_back for fed_back in self._fed_back]
+        original = source.into(vector).clone() if self._meter.sampling and not all(keeps) else None
+        source = source if original is None else Source(vector)
         starts, end = [], self._header
         with self._meter.encode:
-            self.head.write(message, flag)
             for number, (span, plan) in enumerate(self._parts):
-                part, section_key = message[end : end + plan.message_size], _section_key(key, number)
-                added = summands and (summands[0][span], summands[1][span])
-                encode_by(plan, vector[span], part, section_key, keeps[number], added)
+                part, rest = message[end : end + plan.message_size], vector[span] if keeps[number] else None
+                plan.encode_from(source.part(span), rest, part, section_key(key, number))
                 starts.append(end)
                 if self.variable:
                     used = plan.used
@@ -257,6 +262,7 @@ class MessagePlan:
                     message[starts[-1] + used : end] = 0  # clear the rest of an earlier, longer message
                 else:
                     end = self._ends[number]
+            self.head.write(message, flag)  # a source may find only now that it is not finite
             if self.variable:
                 lengths = torch.tensor([plan.used for _, plan in self._parts], dtype=torch.int64)
                 message[LENGTHS : LENGTHS + LENGTH * len(lengths)].view(torch.int64).copy_(lengths)
@@ -350,16 +356,6 @@ def pieces_in(pieces: Sequence[Tensor], span: slice) -> list[Tensor]:
     return found
 
 
-def encode_by(
-    plan: Plan, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None
-) -> None:
-    """Encode with any plan, fused or not; see ``FusedPlan.encode``."""
-    if isinstance(plan, FusedPlan):
-        plan.encode(vector, message, key, keep, summands)
-    else:
-        plan.encode(vector if summands is None else torch.add(*summands, out=vector), message, key)
-
-
 def zero_nonfinite(vector: Tensor, flag: Tensor) -> None:
     """Replace a sum that is not finite by zeros, because it cannot be encoded, and set the flag to NaN.
 
@@ -377,7 +373,7 @@ def zero_nonfinite(vector: Tensor, flag: Tensor) -> None:
             vector.zero_()
 
 
-def _section_key(key: int, number: int) -> int:
+def section_key(key: int, number: int) -> int:
     """Return a section's own key, so that sections do not round alike.
 
     It mixes in negative numbers, because exchanges mix in ranks and parts, which are 0 or more.

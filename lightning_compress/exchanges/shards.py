@@ -13,8 +13,8 @@ from lightning_compress import kernels
 from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, ShardCoder, Shards
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.random import mix
-from lightning_compress.exchanges.message import MessagePlan, encode_by
-from lightning_compress.kernels import Summands
+from lightning_compress.core.source import Source
+from lightning_compress.exchanges.message import MessagePlan, section_key
 
 
 class _Alone(NamedTuple):
@@ -38,13 +38,11 @@ class ShardMessages:
     Args:
         together: of each section: what encodes shards together, which ones, and whether what encoding leaves is kept.
         alone: all other shards, such as a last one whose last block is shorter.
-        adds: the coders add two summands while they encode.
         meter: records encoding and decoding time.
     """
 
     together: Sequence[tuple[ShardCoder, Shards, bool]]
     alone: Sequence[_Alone]
-    adds: bool
     meter: Meter
 
     @classmethod
@@ -61,33 +59,31 @@ class ShardMessages:
         for peer, plan, place in messages:
             for number, (section, span, part, first, kept) in enumerate(plan.parts):
                 by_section.setdefault(section, []).append(_Alone(span, part, place + first, peer, number, kept))
-        adds = kernels.compiler(device) == "triton"
+        fused = kernels.compiler(device) == "triton"
         together, alone = [], []
         for shards in by_section.values():
-            several = len(messages) > 1 or adds
+            several = len(messages) > 1 or fused
             count = next(
                 (n for n in (len(shards), len(shards) - 1) if n and several and _planned(shards[:n], device)), 0
             )
             if planned := _planned(shards[:count], device):
                 together.append((*planned, shards[0].kept))
             alone += shards[count:]
-        return cls(together, alone, adds, meter)
+        return cls(together, alone, meter)
 
-    def encode(self, vector: Tensor, messages: Tensor, key: int, keep: bool, summands: Summands = None) -> None:
-        """Encode the shards of a vector; see ``MessagePlan.encode``. ``key`` lacks the peer."""
-        keep = keep or summands is not None or self.meter.sampling
+    def encode(self, source: Source, vector: Tensor, messages: Tensor, key: int, keep: bool) -> None:
+        """Encode the shards of a source, on a CPU one without an addend; see ``MessagePlan.encode``.
+
+        ``key`` lacks the peer.
+        """
+        keep = keep or self.meter.sampling
         with self.meter.encode:
-            if summands is not None and not self.adds:
-                torch.add(*summands, out=vector)
-                summands = None
             for coder, shards, fed_back in self.together:
-                kept = keep or fed_back
-                coder.encode_shards(vector, summands, messages, shards, key, kept)
+                coder.encode_shards(source, vector if keep or fed_back else None, messages, shards, key)
             for each in self.alone:
-                kept = keep or each.kept
-                own, added = mix(each.peer, key=key), summands and (summands[0][each.span], summands[1][each.span])
-                own = mix(own, -each.number) if each.number else own
-                encode_by(each.plan, vector[each.span], each.message(messages), own, kept, added)
+                rest, own = vector[each.span] if keep or each.kept else None, mix(each.peer, key=key)
+                part = source.part(each.span)
+                each.plan.encode_from(part, rest, each.message(messages), section_key(own, each.number))
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool, skip: int | None = None) -> None:
         """Decode the shards; see ``ShardCoder.decode_shards``."""

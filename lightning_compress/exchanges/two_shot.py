@@ -20,6 +20,7 @@ from lightning_compress.collectives import World
 from lightning_compress.collectives.collective import Wait
 from lightning_compress.collectives.counting import all_gather_rounds, all_to_all_rounds
 from lightning_compress.core.random import mix, permutation
+from lightning_compress.core.source import Source
 from lightning_compress.core.state import States
 from lightning_compress.core.workspace import Messages, scratch
 from lightning_compress.exchanges.exchange import (
@@ -38,7 +39,6 @@ from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
 from lightning_compress.exchanges.parts import part_count, parts_of
 from lightning_compress.exchanges.remote_error import DeferredError
 from lightning_compress.exchanges.shards import ShardMessages
-from lightning_compress.kernels import Summands
 
 CACHED = 1 << 16
 """Elements of a shard beyond which a CPU decodes it alone: then it is copied on while it is in the cache."""
@@ -137,14 +137,16 @@ class _Plan(ExchangePlan):
         )
         self.sum_ranks = 1 if parts[0].same else size
 
-    def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, summands: Summands = None) -> None:
-        if summands is not None:
-            for span in self._own:  # encoded only after the others' are added
-                torch.add(summands[0][span], summands[1][span], out=vector[span])
+    def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, source: Source | None = None) -> None:
+        source = Source(vector) if source is None else source
+        if self._parts[0].needs_vector:
+            source = Source(source.into(vector))
+        for span in self._own:  # encoded only after the others' are added
+            source.part(span).into(vector[span])
         error = DeferredError()
         keys = [mix(key, number) if number else key for number in range(len(self._parts))]
         with_keys = list(zip(self._parts, keys, strict=True))
-        waits = [part.send(vector, part_key, flag, summands) for part, part_key in with_keys]
+        waits = [part.send(source, vector, part_key, flag) for part, part_key in with_keys]
         for number, (part, part_key) in enumerate(with_keys):
             waits[number]()
             waits[number] = part.send_sum(vector, part_key, flag, error)
@@ -203,11 +205,16 @@ class _Part:
         """What handles all shards at once; made in the first step, because many plans are only priced."""
         return _Together.of(self._shards, self._sums, self.own.spans, self._world)
 
-    def send(self, vector: Tensor, key: int, flag: Tensor, summands: Summands) -> Wait:
-        """Send every owner its shard of the vector."""
+    @property
+    def needs_vector(self) -> bool:
+        """Whether kernels read all shards from one vector, without an addend."""
+        return self._world.device.type == "cpu" and self._together is not None
+
+    def send(self, source: Source, vector: Tensor, key: int, flag: Tensor) -> Wait:
+        """Send every owner its shard of the source."""
         rank, size = self._collective.rank, self._collective.size
         if self._together:
-            self._together.encode(self._send.all, self._sum.all[0], vector, key, flag, summands)
+            self._together.encode(self._send.all, self._sum.all[0], source, vector, key, flag)
             self._received = self._rows(self._widest.size)
             return self._collective.begin("all_to_all", self._send.all, self._received)
         used = 0
@@ -219,7 +226,7 @@ class _Part:
                 if self._correlated:  # without the owner, who adds its values unencoded
                     shard.correlate(mix(key, peer), places[rank] - (places[rank] > places[peer]), size - 1)
                 message = self._send.all[peer, : shard.size]
-                used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, summands))
+                used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, source))
         width = self._width(self._widest, used)
         self._received = self._rows(width)
         return self._collective.begin("all_to_all", self._send.all[:, :width].contiguous(), self._received)
@@ -318,12 +325,10 @@ class _Together:
         ready = world.device.type == "cpu" or kernels.compiler(world.device) == "triton"
         return cls(shards, sums, own, world) if ready and not apart else None
 
-    def encode(
-        self, messages: Tensor, own_sum: Tensor, vector: Tensor, key: int, flag: Tensor, summands: Summands
-    ) -> None:
+    def encode(self, messages: Tensor, own_sum: Tensor, source: Source, vector: Tensor, key: int, flag: Tensor) -> None:
         """Encode all shards but the own one."""
         self._heads.write(messages, own_sum, flag)
-        self._to_owners.encode(vector, messages, mix(key, self._rank), False, summands)
+        self._to_owners.encode(source, vector, messages, mix(key, self._rank), False)
 
     def add(self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor, error: DeferredError) -> None:
         """Add what arrived to the own shard."""
@@ -336,7 +341,7 @@ class _Together:
 
     def encode_sum(self, vector: Tensor, own_sum: Tensor, key: int, keep: bool) -> None:
         """Encode the sum of the own shard."""
-        self._own_sum.encode(vector, own_sum, mix(key, self._rank), keep)
+        self._own_sum.encode(Source(vector), vector, own_sum, mix(key, self._rank), keep)
 
     def read(self, received: Tensor, out: Out, weight: float, flag: Tensor) -> None:
         """Decode all sums."""

@@ -22,10 +22,6 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
-from torch import Tensor
-
-Summands = tuple[Tensor, Tensor] | None
-"""Gradient and residual, float32, whose sum is to be encoded; None if the vector already holds the sum."""
 
 TILE = 16
 """Elements that CPU kernels handle together. Lengths that are multiples of it are fast."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_compress.codecs import Codec
 from lightning_compress.codecs.codec import aligned
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Source
 from lightning_compress.exchanges.exchange import META
-from lightning_compress.exchanges.message import encode_by
 from lightning_compress.testing.bias import Measure, T, check_sent
 from lightning_compress.testing.fuzz import CodecReader, Guarded
 from lightning_compress.testing.laws import law, located
@@ -172,7 +172,8 @@ def written(codec: Codec, given: Tensor, key: int) -> list[Tensor]:
         message = torch.full((plan.message_size,), fill, dtype=torch.uint8)
         if plan is old:
             plan.encode(10 * make("heavy", len(given), fill), message.clone(), key + 1 & 2**64 - 1)
-        encode_by(plan, given.clone(), message, key, keep)
+        vector = given.clone()
+        plan.encode_from(Source(vector), vector if keep else None, message, key)
         messages.append(message[: plan.used])
     return messages
 

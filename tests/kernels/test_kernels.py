@@ -9,11 +9,10 @@ from lightning_compress.codecs import CODECS
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.state import State
+from lightning_compress.core.source import Source
 from lightning_compress.core.vector import Vector, kernel_of
 from lightning_compress.corrections.correction import zero_where_zero
 from lightning_compress.engine.group import Group
-from lightning_compress.exchanges.message import encode_by
 from lightning_compress.exchanges.sparse import coding
 from lightning_compress.settings.run_state import RunState
 from tests.cases import kernel_settings
@@ -48,7 +47,7 @@ def _messages(given):
         message = torch.zeros(plan.message_size, dtype=torch.uint8)
         if given.get("correlated"):
             plan.correlate(7, rank, 3)
-        encode_by(plan, vector.clone(), message, 7 + rank, keep=False)
+        plan.encode_from(Source(vector.clone()), None, message, 7 + rank)
         again = message.clone()
         plan.encode(vector, message, 7 + rank)
         assert message.equal(again)
@@ -97,25 +96,23 @@ def test_sums_in_pieces(damaged, both):
         assert torch.equal(each.nan_to_num(9.0), wanted.nan_to_num(9.0))
 
 
-@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan, 0.0])
+@pytest.mark.parametrize("bad", [None, torch.inf, -torch.inf, torch.nan])
 def test_adding_gradients(bad, both):
     def program():
         generator = torch.Generator().manual_seed(1)
-        state = State(LAYOUT, CPU)
-        state.committed.copy_(torch.randn(LAYOUT.numel, generator=generator))
-        gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
+        committed, memory = torch.randn(2, LAYOUT.numel, generator=generator)
+        gradients = memory.split([each.numel for each in LAYOUT.segments])
         if bad is not None:
-            gradients[1][3 if bad else slice(None)] = bad
-        return (
-            Vector(gradients).add(state.committed, state.pending),
-            state.pending,
-            torch.cat(gradients) + state.committed,
-        )
+            gradients[1][3] = bad
+        vector, pending = Vector(list(gradients), fast=kernel_of(CPU)), torch.empty(LAYOUT.numel)
+        vector.send(pending, committed)
+        return vector.source.into(pending), bool(vector.flag.isnan()), memory + committed
 
-    (sound, pending, wanted), (same, _, _) = both(program)
-    assert sound == same == (bad is None)
-    if sound:
+    (pending, spoilt, wanted), (slow, also, _) = both(program)
+    assert spoilt == also == (bad is not None)
+    if not spoilt:
         assert pending.equal(wanted)
+        assert slow.equal(wanted)
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
@@ -201,10 +198,30 @@ def test_copying_gradients(bad):
         gradients[0][3] = bad
     joined = torch.cat(gradients)
     for pieces in (gradients, joined.split([1000, 0, 37])):  # in memory of their own, and side by side
-        vector = Vector([each for each in pieces if len(each)], fast=kernel_of(CPU))
+        vector, sent = (Vector([each for each in pieces if len(each)], fast=kernel_of(CPU)) for _ in range(2))
         assert vector.whole().equal(joined.nan_to_num(0.0, 0.0, 0.0) * (bad is None))
-        assert (bool(vector.flag.isnan()), vector.sound) == (bad is not None, bad is None)
-        assert not Vector([each.half() for each in vector.pieces], fast=kernel_of(CPU)).sound
+        sent.send()
+        assert sent.source.into(torch.full_like(joined, 7.0)).equal(vector.whole())
+        for each in (vector, sent):
+            assert each.flag.isnan() == (bad is not None)
+            assert each.nonfinite == [0] * (bad is not None)
+
+
+@pytest.mark.parametrize("limit", [torch.inf, 3.0, 2.0])
+def test_gradients_are_read_in_parts(limit):
+    if kernels.compiler(CPU) is None:
+        pytest.skip("numba is not installed")
+    memory, addend = torch.arange(-2.0, 98.0).clamp(max=3.0), torch.randn(100)
+    pieces = [memory[60:], memory[:5], memory[5:60]]
+    vector = Vector(pieces, limit=limit, fast=kernel_of(CPU))
+    vector.send(torch.empty(100), addend)
+    expected = torch.cat(pieces) + addend
+    for span in (slice(0, 7), slice(7, 41), slice(41, 45), slice(45, 100)):
+        got = vector.source.part(span).into(torch.empty(span.stop - span.start))
+        within = pieces[0].abs().max() <= limit or (span.start > 40 and torch.cat(pieces)[span].abs().max() <= limit)
+        assert got.equal(expected[span] * within)
+    assert vector.flag.isnan() == (limit < 3)
+    assert vector.nonfinite == ([0, 2] if limit < 3 else [])
 
 
 def test_random_bits_of_a_tile_are_those_of_the_stream(both):

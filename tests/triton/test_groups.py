@@ -152,13 +152,13 @@ def _same(by, device, run, ranks=3):
 def test_gradient_and_residual_are_added_up_by_the_codec(exchange, device, by, monkeypatch):
     from lightning_compress.codecs.codec import KernelPlan
 
-    calls, encode = [], KernelPlan.encode
+    calls, encode = [], KernelPlan.encode_from
 
-    def counted(self, vector, message, key, keep, summands):
-        calls.extend([self] * (summands is not None))
-        encode(self, vector, message, key, keep, summands)
+    def counted(self, source, *arguments):
+        calls.extend([self] * (source.addend is not None))
+        encode(self, source, *arguments)
 
-    monkeypatch.setattr(KernelPlan, "encode", counted)
+    monkeypatch.setattr(KernelPlan, "encode_from", counted)
     by("triton")
     settings = RunState.of({"name": "onebit", "block": 512}, exchange)
     run_threads(2, lambda collective: program(collective, device, settings, plain, False, False))

@@ -6,6 +6,7 @@ import torch
 from lightning_compress.codecs import CODECS
 from lightning_compress.codecs.codec import aligned
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Source
 from tests.helpers.processor import needs_fused_adds
 from tests.triton.cases import METHODS
 
@@ -53,10 +54,10 @@ def _encode(plan, rank, parts, got):
     gradient, residual = (part.to(got.device) for part in parts)
     if rank == 1:
         vector = torch.full_like(gradient, torch.nan)
-        plan.encode(vector, got[rank], 11 * rank, summands=(gradient, residual))
+        plan.encode_from(Source(gradient, residual), vector, got[rank], 11 * rank)
         return vector
     vector = gradient + residual
-    plan.encode(vector, got[rank], 11 * rank, keep=rank != 2)
+    plan.encode_from(Source(vector), vector if rank != 2 else None, got[rank], 11 * rank)
     return vector
 
 

@@ -5,6 +5,7 @@ import torch
 
 from lightning_compress.codecs import CODECS
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Source
 from tests.triton.cases import TOLERANT
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def test_messages_agree_and_either_side_decodes_the_others(given, share, device,
     sent, got, again = (torch.full((plan.message_size,), 7, dtype=torch.uint8) for plan in (slow, fast, fast))
     got, again = got.to(device), again.to(device)
     slow.encode(left, sent, 0)
-    fast.encode(right, got, 0, summands=(gradient.to(device), residual.to(device)))
+    fast.encode_from(Source(gradient.to(device), residual.to(device)), right, got, 0)
     twice = before.to(device, copy=True)
     fast.encode(twice, again, 0)
     assert again.equal(got)

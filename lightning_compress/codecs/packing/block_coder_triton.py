@@ -19,16 +19,15 @@ from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.codecs.packing.planes import code_bytes
 from lightning_compress.codecs.packing.planes_triton import later_planes, read_codes, write_codes
 from lightning_compress.core.random import Stream, word_state
+from lightning_compress.core.source import Source
 from lightning_compress.kernels.triton.launch import (
     OPTIONS,
-    Summands,
     clear,
     float_view,
     indices,
     kernel,
     read,
     read_sum,
-    sources,
     width_of,
     write,
 )
@@ -76,17 +75,18 @@ class BlockCoder:
     head: int = 0
     extra: Tensor | None = None
 
-    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+    def encode(self, source: Source, rest: Tensor | None, message: Tensor, stream: Stream) -> None:
         """See ``Kernel``."""
-        grid, count, shape, options = self._launch(len(vector))
-        first, second, both = sources(vector, summands)
-        header, used = self.head + 4 * self.values * count, self.body + code_bytes(len(vector), self.bits)
+        vectors, *constants = source.pointers(rest)
+        numel = len(vectors[0])
+        grid, count, shape, options = self._launch(numel)
+        header, used = self.head + 4 * self.values * count, self.body + code_bytes(numel, self.bits)
         parts = message, float_view(message, self.head, self.values * count), message[self.body :]
         gaps = message[header:], self.body - header, message[used:], len(message) - used
-        numbers = *later_planes(len(vector), self.bits), len(vector), count
+        numbers = *later_planes(numel, self.bits), numel, count
         random = signed(word_state(stream.key, 0)), stream.offset or None
-        inputs = first, second, vector, *parts, *gaps, *numbers, *random, self.extra
-        _encode[grid](*inputs, self.encode_tile, *shape, both, keep, **options)
+        inputs = *vectors, *parts, *gaps, *numbers, *random, self.extra
+        _encode[grid](*inputs, self.encode_tile, *shape, *constants, **options)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""
@@ -110,15 +110,13 @@ class BlockCoder:
             rows += [(tile, shard.start, shard.numel, count, *place, shard.peer, shard.number) for tile in range(grid)]
         return Shards.of(rows, shards, device)
 
-    def encode_shards(
-        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
-    ) -> None:
+    def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
-        first, second, both = sources(vector, summands)
+        vectors, *constants = source.pointers(rest)
         _, _, shape, options = self._launch(self.block)
-        inputs = first, second, vector, messages, shards.table, signed(key), self.encode_tile
+        inputs = *vectors, messages, shards.table, signed(key), self.encode_tile
         grid = (len(shards.table),)
-        _encode_shards[grid](*inputs, *shape, self.head, both, keep, shards.aligned, **options)
+        _encode_shards[grid](*inputs, *shape, self.head, *constants, shards.aligned, **options)
 
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.codec import FusedPlan, Shard, Shards, aligned
+from lightning_compress.codecs.codec import Shard, Shards, SourcePlan, aligned
 from lightning_compress.codecs.packing.bits import block_shape
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream, word_state
+from lightning_compress.core.source import Source
 from lightning_compress.core.workspace import pieces, scratch
-from lightning_compress.kernels import Summands
 
 FINEST, LARGEST = 2.0**-111, torch.finfo(torch.float32).max
 """The smallest distance between two numbers that is sent: ``UNIT`` divided by it is still a float32."""
@@ -156,7 +156,7 @@ class Piece(NamedTuple):
     kernel_arguments: tuple[Any, ...] | None
 
 
-class LevelPlan(FusedPlan):
+class LevelPlan(SourcePlan):
     """Rounds each block to levels of its norm, by tensor operations or by CPU kernels.
 
     A message is every block's norm as float32, zeros up to a multiple of 16 bytes, then the codes in planes.
@@ -192,12 +192,13 @@ class LevelPlan(FusedPlan):
         self._norms = torch.empty(blocks, dtype=torch.float32, device=device)
         self._places = [self._quantiser.planes.places(piece.numbers.start) for piece in pieces]
 
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``FusedPlan.encode``."""
-        self.load_sum(vector, message, summands)
-        stream, body = self.stream(key), message[self._body :]
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """See ``Plan.encode_from``."""
+        self.check(rest, message)
+        stream, body, keep = self.stream(key), message[self._body :], rest is not None
         for piece, places in zip(self._pieces, self._places, strict=True):
-            part, norms = vector[piece.elements], self._norms[piece.blocks]
+            part = source.part(piece.elements).into(None if rest is None else rest[piece.elements])
+            norms = self._norms[piece.blocks]
             if self._fast and piece.kernel_arguments is not None:
                 random = np.uint64(word_state(stream.key, piece.numbers.start)), np.int16(stream.offset)
                 inputs = part.numpy(), *piece.kernel_arguments, self._quantiser.top, self._largest, *random
@@ -251,14 +252,12 @@ class LevelPlan(FusedPlan):
             rows.append((*place, *plan._quantiser.planes.places(0).tolist()))
         return Shards.of(rows, shards, device)
 
-    def encode_shards(
-        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
-    ) -> None:
+    def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
         assert self._fast
         given = self._pieces[0].kernel_arguments or ()
-        inputs = vector.numpy(), shards.table.numpy(), messages.view(-1).numpy(), np.uint64(key)
-        self._fast.encode_shards(*inputs, *given, self._quantiser.top, self._largest, keep)
+        inputs = source.into(rest).numpy(), shards.table.numpy(), messages.view(-1).numpy(), np.uint64(key)
+        self._fast.encode_shards(*inputs, *given, self._quantiser.top, self._largest, rest is not None)
 
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None

@@ -12,7 +12,8 @@ from lightning_compress.codecs.packing.block_coder_triton import LONGEST as LONG
 from lightning_compress.codecs.packing.block_coder_triton import BlockCoder
 from lightning_compress.codecs.quantize import minifloat_triton
 from lightning_compress.core.random import Stream
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, read_sum, sources, width_of
+from lightning_compress.core.source import Source
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read_sum, width_of
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,16 @@ class Ranges:
         shape = self.block, self.bits, 2, self.body, setting
         return BlockCoder(_encode, _decode, *shape, tile=4096, each=16, head=16, extra=self.errors)
 
-    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+    def encode(self, source: Source, rest: Tensor | None, message: Tensor, stream: Stream) -> None:
         """See ``Kernel``."""
         if self.mantissa < 0:  # measure the error of each candidate
             length, distance, skip = self.sample
-            first, second, both = sources(vector, summands)
-            shape = width_of(length), self.bits, self.nearest, both
+            (first, second, _), added, _ = source.pointers(rest)
+            shape = width_of(length), self.bits, self.nearest, added
             _measure[tuple(self.errors.shape)](
                 first, second, self.errors, distance, length, skip, *shape, **OPTIONS | {"num_warps": 8}
             )
-        self._coder.encode(vector, summands, message, stream, keep)
+        self._coder.encode(source, rest, message, stream)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""

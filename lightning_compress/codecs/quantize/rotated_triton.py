@@ -15,16 +15,15 @@ from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.codecs.packing.planes_triton import later_planes, read_codes, write_codes
 from lightning_compress.codecs.quantize.levels_triton import fit, levels_of, round_levels, step_of
 from lightning_compress.core.random import Stream, word_state
+from lightning_compress.core.source import Source
 from lightning_compress.core.workspace import scratch
 from lightning_compress.kernels.triton.launch import (
     OPTIONS,
-    Summands,
     clear,
     float_view,
     kernel,
     read,
     read_sum,
-    sources,
     write,
 )
 from lightning_compress.kernels.triton.random_bits import random_bits, shard_state, signed
@@ -85,17 +84,18 @@ class Rotation:
     bits: int
     body: int
 
-    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+    def encode(self, source: Source, rest: Tensor | None, message: Tensor, stream: Stream) -> None:
         """See ``Kernel``."""
         block, bits, body = len(self.signs), self.bits, self.body
-        count = -(-len(vector) // block)
-        first, second, both = sources(vector, summands)
+        vectors, *constants = source.pointers(rest)
+        numel = len(vectors[0])
+        count = -(-numel // block)
         header = float_view(message, 0, count)
         parts = header, message[4 * count :], body - 4 * count, message[body:], *later_planes(count * block, bits)
         random = signed(word_state(stream.key, 0)), stream.offset or None
-        inputs = first, second, vector, self.signs, self.rest, *parts, len(vector), count, *random
-        for grid, shape, whole, options in _launches(len(vector), block, _WARPS_TO_ENCODE):
-            _encode[grid](*inputs, *shape, block, bits, both, keep, whole, **options)
+        inputs = *vectors, self.signs, self.rest, *parts, numel, count, *random
+        for grid, shape, whole, options in _launches(numel, block, _WARPS_TO_ENCODE):
+            _encode[grid](*inputs, *shape, block, bits, *constants, whole, **options)
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""
@@ -123,13 +123,11 @@ class Rotation:
                 rows += [(*tile, slot, *place, shard.peer, shard.number) for tile in tiles]
         return Shards.of(rows, shards, device)
 
-    def encode_shards(
-        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
-    ) -> None:
+    def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
-        first, second, both = sources(vector, summands)
-        inputs = first, second, vector, messages, shards.table, self.signs, self._rests(shards), signed(key)
-        constants = _columns(len(self.signs)), len(self.signs), self.bits, both, keep, shards.aligned
+        vectors, *both = source.pointers(rest)
+        inputs = *vectors, messages, shards.table, self.signs, self._rests(shards), signed(key)
+        constants = _columns(len(self.signs)), len(self.signs), self.bits, *both, shards.aligned
         _encode_shards[(len(shards.table),)](*inputs, *constants, **OPTIONS | {"num_warps": 8})  # fewer would spill
 
     def decode_shards(

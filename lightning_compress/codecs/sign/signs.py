@@ -13,8 +13,8 @@ from lightning_compress import kernels
 from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, Shards, aligned
 from lightning_compress.codecs.packing.bits import block_shape, pack, packed_size, unpack
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Source
 from lightning_compress.core.workspace import chunk_size, pieces, scratch
-from lightning_compress.kernels import Summands
 
 WORD = 32
 """Bits that the CPU kernels write at a time. They handle blocks that begin and end at a multiple of it."""
@@ -128,11 +128,9 @@ class SignPlan(Plan):
             rows.append((shard.start, shard.numel, shard.at, plan._values.shape[1], plan._bits))
         return Shards.of(rows, shards, device)
 
-    def encode_shards(
-        self, vector: Tensor, summands: Summands, messages: Tensor, shards: Shards, key: int, keep: bool
-    ) -> None:
+    def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
-        inputs = vector.numpy(), shards.table.numpy(), messages.view(-1).numpy(), len(self._values)
+        inputs = source.into(rest).numpy(), shards.table.numpy(), messages.view(-1).numpy(), len(self._values)
         self._fast.encode_shards(*inputs)
 
     def decode_shards(

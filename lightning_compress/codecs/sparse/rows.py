@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.codec import Codec, FusedPlan, Plan, Summands, check_density
+from lightning_compress.codecs.codec import Codec, Plan, SourcePlan, check_density
 from lightning_compress.codecs.packing.bits import damaged, pack, unpack
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Source
 
 HEADER = 8
 """Bytes of the header: the number of rows, and the coding of their indices."""
@@ -93,7 +94,7 @@ def _blocks(layout: Layout) -> Iterator[_Block]:
                 place, first = place + count * length, first + count
 
 
-class _RowsPlan(FusedPlan):
+class _RowsPlan(SourcePlan):
     variable = True
 
     def __init__(self, layout: Layout, device: torch.device, density: float) -> None:
@@ -106,9 +107,10 @@ class _RowsPlan(FusedPlan):
         likely = HEADER + density * (4 * layout.numel) + min(4 * density * self._rows, self._bitmap)
         self._expected = min(math.ceil(likely), self.message_size)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None) -> None:
-        """See ``FusedPlan.encode``."""
-        self.load_sum(vector, message, summands)
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """See ``Plan.encode_from``."""
+        vector, keep = source.into(rest), rest is not None
+        self.check(vector, message)
         if not self._blocks:
             return
         counts = self._mark(vector)

@@ -20,8 +20,9 @@ from torch import Tensor
 from lightning_compress.codecs.sparse import topk_steps_triton
 from lightning_compress.codecs.sparse.topk import Slots
 from lightning_compress.core.random import Stream
+from lightning_compress.core.source import Source
 from lightning_compress.core.workspace import scratch
-from lightning_compress.kernels.triton.launch import OPTIONS, Summands, kernel, sources, width_of
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, width_of
 
 _CHUNK = 1024
 
@@ -117,10 +118,10 @@ class TopK:
         width = width_of(int(3 * most * topk_steps_triton.TILE_NUMEL))
         self._widths = min(max(width, 64), _WIDTH), _WIDTH
 
-    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+    def encode(self, source: Source, rest: Tensor | None, message: Tensor, stream: Stream) -> None:
         """See ``Kernel``; the sample depends on the key."""
         indices, values = self._slots.of(message)
-        first, second, both = sources(vector, summands)
+        (first, second, vector), both, _ = source.pointers(rest)
         parts = self._parts, self._state
         if len(self._looks):
             self._look(first, second, both, stream.key)

@@ -19,8 +19,9 @@ from lightning_compress.codecs.packing.planes_triton import later_planes
 from lightning_compress.codecs.spectral import coefficients_triton
 from lightning_compress.codecs.spectral.spectrum import SAMPLE, Area
 from lightning_compress.core.random import Stream
+from lightning_compress.core.source import Source
 from lightning_compress.core.workspace import scratch
-from lightning_compress.kernels.triton.launch import Summands, float_view, sources
+from lightning_compress.kernels.triton.launch import float_view
 
 LONGEST = 8192
 """Largest number of elements of a block, because one program holds it in registers."""
@@ -116,13 +117,13 @@ class Spectra:
         self._room = scratch("spectrum codes", room, torch.int32, device)
         self._errors = torch.zeros(SAMPLE, tried, dtype=torch.float64, device=device)
 
-    def encode(self, vector: Tensor, summands: Summands, message: Tensor, stream: Stream, keep: bool) -> None:
+    def encode(self, source: Source, rest: Tensor | None, message: Tensor, stream: Stream) -> None:
         """See ``Kernel``."""
-        inputs = sources(vector, summands)
+        (first, second, vector), added, _ = source.pointers(rest)
         if self._mantissa < 0:
-            self._measure(*inputs)
+            self._measure(first, second, added)
         for launch in self._launches:
-            self._encode(vector, *inputs, message, launch)
+            self._encode(vector, first, second, added, message, launch)
 
     def _measure(self, first: Tensor, second: Tensor, both: bool) -> None:
         """Measure the error of each candidate on the sample. Errors of rows beyond the sample stay 0."""

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_compress.kernels import Summands
-
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 """Launch options. Products and sums are rounded separately, as in tensor operations."""
 
@@ -43,11 +41,6 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
-
-
-def sources(vector: Tensor, summands: Summands) -> tuple[Tensor, Tensor, bool]:
-    """Return the arguments of ``read_sum``: two tensors, and whether they are to be added."""
-    return (vector, vector, False) if summands is None else (*summands, True)
 
 
 def width_of(count: int) -> int:
@@ -84,7 +77,7 @@ def write(numbers, index, values, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def read_sum(first, second, index, inside, SUM: tl.constexpr, WHOLE: tl.constexpr):
-    """Load the numbers of ``first``, or with ``SUM`` the sums of both; see ``sources`` and ``read``."""
+    """Load the numbers of ``first``, or with ``SUM`` the sums of both; see ``Source.pointers`` and ``read``."""
     numbers = read(first, index, inside, WHOLE)
     if SUM:
         numbers += read(second, index, inside, WHOLE)
