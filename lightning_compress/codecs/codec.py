@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import Stream
-from lightning_compress.core.source import Source
+from lightning_compress.core.source import Pieces, Source
 
 ALIGNMENT = 16
 """Sections of a message start at multiples of this many bytes."""
@@ -55,7 +55,7 @@ class Plan(ABC):
     Attributes:
         message_size: bytes of a message; if ``variable``, the capacity.
         variable: messages differ in length.
-        in_pieces: ``decode`` also accepts a list of tensors as ``out``.
+        in_pieces: ``decode`` also accepts ``Pieces`` as ``out``.
     """
 
     message_size: int
@@ -132,8 +132,7 @@ class Plan(ABC):
 
         Args:
             messages: uint8 ``[M, message_size]``, M >= 0. Rows may be strided.
-            out: float32 ``[numel]``. If ``in_pieces``, a list of one tensor per non-empty segment, in order, is allowed
-                too, with ``accumulate=False``.
+            out: float32 ``[numel]``. If ``in_pieces``, pieces of memory are allowed too, with ``accumulate=False``.
             weight: factor of the sum.
             accumulate: add to ``out`` instead of overwriting it.
 
@@ -141,17 +140,17 @@ class Plan(ABC):
             ValueError: a message is damaged, and the damage was found.
         """
 
-    def check(self, vector: Tensor | None, messages: Tensor) -> None:
+    def check(self, vector: Tensor | Pieces | None, messages: Tensor) -> None:
         """Raise ValueError if a vector or messages do not fit this plan. The messages' content is not checked.
 
         Args:
-            vector: what ``encode`` or ``decode`` was given; None is not checked.
+            vector: what ``encode`` or ``decode`` was given; only a tensor is checked.
             messages: uint8 ``[message_size]`` or ``[M, message_size]``; rows of a ``variable`` plan may be shorter.
 
         Raises:
             ValueError: a length or a dtype differs from the plan's, as in a truncated message.
         """
-        if vector is not None and (vector.shape != (self.layout.numel,) or vector.dtype != torch.float32):
+        if isinstance(vector, Tensor) and (vector.shape != (self.layout.numel,) or vector.dtype != torch.float32):
             raise ValueError(
                 f"the vector is {vector.dtype} of shape {tuple(vector.shape)}, but this plan is for float32 of shape "
                 f"({self.layout.numel},); make a plan for its layout"
@@ -240,7 +239,7 @@ class ShardCoder(Protocol):
         """Write all messages.
 
         Args:
-            source: the whole vector, whose parts are encoded; on a CPU one without an addend.
+            source: the whole vector, whose parts are encoded.
             rest: as long as the vector; see ``Plan.encode_from``.
             messages: uint8, the memory that holds all messages.
             shards: which ones.
@@ -248,7 +247,7 @@ class ShardCoder(Protocol):
         """
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None
     ) -> None:
         """Write or add the weighted sums of messages.
 
@@ -256,7 +255,7 @@ class ShardCoder(Protocol):
             messages: uint8 ``[M, size]``, contiguous. Shards are decoded from every row, but from row ``skip``, by
                 kernels alone; or, if ``skip`` is None, each from the place where it stands, once.
             shards: which ones; their places count from the first row.
-            out: the whole vector.
+            out: the whole vector; on a CPU also in pieces, with ``accumulate=False``.
             weight: factor.
             accumulate: add to ``out``.
             skip: see ``messages``.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, Shard, Shards
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, Shard, Shards, SourcePlan
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.source import Source
+from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Dense(Codec):
         return KernelPlan(layout, 4 * layout.numel, fused.Floats()) if fused else _DensePlan(layout, fast)
 
 
-class _DensePlan(Plan):
+class _DensePlan(SourcePlan):
     def __init__(self, layout: Layout, fast: ModuleType | None) -> None:
         super().__init__(layout)
         self.message_size = 4 * layout.numel
@@ -52,19 +52,22 @@ class _DensePlan(Plan):
 
     def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
-        self._fast.encode_shards(source.into(rest).numpy(), shards.table.numpy(), messages.view(-1).numpy())
+        left = NOTHING if rest is None else rest.numpy()
+        source.read(self._fast.encode_shards(source.arrays, shards.table.numpy(), messages.view(-1).numpy(), left))
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None
     ) -> None:
         """See ``ShardCoder``."""
-        inputs = messages.view(-1).numpy(), shards.table.numpy(), out.numpy(), np.float32(weight), accumulate
+        inputs = messages.view(-1).numpy(), shards.table.numpy(), place_of(out), np.float32(weight), accumulate
         self._fast.decode_shards(*inputs)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        self.check(vector, message)
-        message.view(torch.float32).copy_(vector)
-        vector.zero_()
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """See ``Plan.encode_from``."""
+        self.check(rest, message)
+        source.into(message.view(torch.float32))
+        if rest is not None:
+            rest.zero_()
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         self.check(out, messages)

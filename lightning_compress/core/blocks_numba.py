@@ -19,27 +19,26 @@ _INVERSES = (np.where(_VALID, 260 - _EXPONENTS, 0).astype(np.int32) << 23).view(
 
 
 @kernel
-def add_to(codes, scales, gradient, bits, out):
-    """Compute ``out = gradient + coded``.
+def add_to(codes, scales, begin, numbers, out):
+    """Compute ``out = numbers + coded`` for a part of a parameter.
 
     Args:
-        codes: int8 ``[n]``.
-        scales: uint8 ``[blocks]``.
-        gradient: float32 ``[n]``.
-        bits: the gradient's memory as int32.
-        out: float32 ``[n]``, overwritten; may be the gradient.
-
-    Returns:
-        the gradient's largest magnitude, as the bits of a float32.
+        codes: int8 ``[n]``, of the part.
+        scales: uint8, the exponents of the parameter's blocks.
+        begin: the part's first element.
+        numbers: float32 ``[n]``.
+        out: float32 ``[n]``, overwritten; may be the numbers.
     """
-    largest, whole = np.int32(0), len(out) // _BLOCK * _BLOCK
-    for number in range(whole // _BLOCK):
-        first = number * _BLOCK
-        largest = max(largest, simd.add_block(out, first, codes, first, gradient, first, _STEPS[scales[number]]))
-    for index in range(whole, len(out)):
-        largest = max(largest, bits[index] & np.int32(0x7FFFFFFF))
-        out[index] = gradient[index] + np.float32(codes[index]) * _STEPS[scales[-1]]
-    return largest
+    index = 0
+    while index < len(out):
+        step = _STEPS[scales[(begin + index) // _BLOCK]]
+        end = min(len(out), index + _BLOCK - (begin + index) % _BLOCK)
+        if end - index == _BLOCK:
+            simd.add_block(out, index, codes, index, numbers, index, step)
+        else:
+            for place in range(index, end):
+                out[place] = numbers[place] + np.float32(codes[place]) * step
+        index = end
 
 
 def blend(segments: Segments, old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:

@@ -1,9 +1,30 @@
-"""What is encoded: float32 numbers, read once, which need not lie in one vector yet."""
+"""Float32 numbers where they lie: what is encoded, which is read once, and where decoded numbers go."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_compress import kernels
+
+NOTHING = np.empty(0, np.float32)
+"""What kernels for a CPU get in place of an array that is not there."""
+_NO_CODES = np.empty(0, np.uint8)
+_WHOLE = np.array([[0, 0, 2**62, -1, -1, 0]], np.int64)
+"""The row of a vector that is one piece; see ``blocks.table``."""
+
+
+Place = tuple[Any, Any, int, int]
+"""Where the numbers of a vector lie in a CPU's memory; see ``source_numba.py``."""
+
+
+def place_of(vector: Tensor | Pieces) -> Place:
+    """Return where a float32 vector on a CPU lies."""
+    return (vector.numpy(), _WHOLE, 0, len(vector)) if isinstance(vector, Tensor) else vector.place
 
 
 class Source:
@@ -44,9 +65,101 @@ class Source:
             rest: see ``Plan.encode_from``.
 
         Returns:
-            The tensors ``first`` and ``second`` of ``read_sum``, and ``rest`` or spare memory; whether both are
-            added; whether ``rest`` is written.
+            The tensors ``first`` and ``second`` of ``read_sum``, and ``rest`` or spare memory; whether both are added;
+            whether ``rest`` is written.
         """
         second = self.values if self.addend is None else self.addend
         written = self.spare if rest is None else rest
         return (self.values, second, written), self.addend is not None, rest is not None
+
+    @property
+    def arrays(self) -> tuple[Place, Any, Any]:
+        """The source as kernels for a CPU read it; see ``source_numba.py``. They tell ``read`` what they found."""
+        return place_of(self.values), NOTHING if self.addend is None else self.addend.numpy(), _NO_CODES
+
+    def read(self, largest: int) -> None:
+        """Take note of the largest magnitude of what lies in memory, as the bits of a float32."""
+
+
+class Pieces:
+    """A part of a vector whose numbers lie in several pieces of one CPU's memory, in any order.
+
+    Args:
+        place: see ``source_numba.py``.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def __len__(self) -> int:
+        return self.place[3]
+
+    def __getitem__(self, span: slice) -> Pieces:
+        numbers, rows, begin, _ = self.place
+        return Pieces((numbers, rows, begin + span.start, span.stop - span.start))
+
+    @property
+    def arrays(self) -> list[Any]:
+        """What lies in one piece each, float32 ``[n]``, in order."""
+        numbers, rows, begin, numel = self.place
+        ends = np.minimum(rows[:, 1] + rows[:, 2], begin + numel) - rows[:, 1]
+        starts = np.maximum(rows[:, 1], begin) - rows[:, 1]
+        spans = zip((rows[:, 0] + starts).tolist(), (rows[:, 0] + ends).tolist(), strict=True)
+        return [numbers[start:end] for start, end in spans if start < end]
+
+    def copy_(self, values: Tensor) -> None:
+        """Write float32 ``values [numel]``."""
+        kernel().store(self.place, 0, values.numpy())
+
+
+class Gradients(Source):
+    """Gradients in pieces, plus an addend and coded errors.
+
+    Args:
+        pieces: where they lie.
+        spare: see ``Source``.
+        tensors: of each gradient in the vector's order, the tensors whose sum is zero if all are zero.
+        check: is told the largest magnitude of what was read, and returns whether it may be sent.
+        addend: see ``Source``.
+        codes: uint8 array, of errors that are added where the pieces' rows say so; see ``blocks.table``.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        spare: Tensor,
+        tensors: Mapping[int, Sequence[Tensor]],
+        check: Callable[[int], bool],
+        addend: Tensor | None = None,
+        codes: Any = _NO_CODES,
+    ) -> None:
+        super().__init__(spare, addend, spare)
+        self._pieces, self._tensors, self._check, self._codes = pieces, tensors, check, codes
+
+    def part(self, span: slice) -> Gradients:
+        """See ``Source``."""
+        addend = None if self.addend is None else self.addend[span]
+        return Gradients(self._pieces[span], self.spare[span], self._tensors, self._check, addend, self._codes)
+
+    def into(self, out: Tensor | None) -> Tensor:
+        """See ``Source``; zeros if a gradient is not finite."""
+        out = self.spare if out is None else out
+        return out if self._check(kernel().load(self.arrays, 0, len(self._pieces), out.numpy())) else out.zero_()
+
+    def terms(self, span: slice) -> list[Tensor]:
+        """See ``Source``; of a whole gradient."""
+        return [*self._tensors[span.start], *([] if self.addend is None else [self.addend[span]])]
+
+    @property
+    def arrays(self) -> tuple[Place, Any, Any]:
+        """See ``Source``."""
+        return self._pieces.place, NOTHING if self.addend is None else self.addend.numpy(), self._codes
+
+    def read(self, largest: int) -> None:
+        """See ``Source``."""
+        self._check(largest)
+
+
+def kernel() -> Any:
+    """Return the kernels for a CPU."""
+    return kernels.backend(__name__, torch.device("cpu"), "numba")

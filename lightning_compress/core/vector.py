@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, repeat
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.core import blocks
+from lightning_compress.core import blocks, source
 from lightning_compress.core.blocks import Segments, table
-from lightning_compress.core.source import Source
+from lightning_compress.core.source import NOTHING, Gradients, Pieces, Source
 from lightning_compress.core.workspace import pieces, scratch
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
@@ -66,6 +66,7 @@ class Vector:
         gradient: float32 ``[numel]``, the copied gradients that stages change; zeros if any was not finite. None before
             the copy.
         factors: function of the pieces that returns the factor of each, if they were not multiplied yet; or None.
+        errors: the arguments of ``add_errors``, if what reads the gradients adds them.
         source: what is averaged; None before a stage called ``send``.
         rest: float32 ``[numel]``, memory for what this rank does not send, which it holds after the exchange.
         means: float32, the means, in pieces.
@@ -86,6 +87,7 @@ class Vector:
     fused: ModuleType | None = None
     gradient: Tensor | None = None
     factors: Callable[[list[Tensor]], Tensor] | None = None
+    errors: tuple[tuple[int, ...], tuple[int, ...], Tensor] | None = None
     source: Source | None = None
     means: list[Tensor] = field(default_factory=list)
     mean: Tensor | None = None
@@ -105,8 +107,11 @@ class Vector:
     def whole(self) -> Tensor:
         """Return ``gradient``, the gradients as one vector; the first call copies them."""
         if self.gradient is None:
-            nothing = (-1,) * len(self.sizes)
-            self._gather(nothing, nothing, self.pieces[0].new_empty(0, dtype=torch.uint8))
+            if gradients := self._gradients(self.take("gradient")):
+                self.gradient = gradients.into(None)
+            else:
+                nothing = (-1,) * len(self.sizes)
+                self._gather(nothing, nothing, self.pieces[0].new_empty(0, dtype=torch.uint8))
             if self.factors:
                 self.rescale(self.factors)
         return cast(Tensor, self.gradient)
@@ -118,20 +123,41 @@ class Vector:
             rest: see the class; None: scratch memory, or that of ``gradient``.
             addend: float32 ``[numel]``, or None.
         """
-        lazy = self.raw and self.fast and self.pieces[0].dtype == torch.float32 and self.bucket
-        values = None if lazy else self.whole()
-        self.rest = rest if rest is not None else self.take("gradient") if values is None else values
-        self.source = Gradients(self, addend, self.rest) if values is None else Source(values, addend, self.rest)
+        if gradients := self._gradients(self.take("gradient") if rest is None else rest, addend):
+            self.source, self.rest = gradients, gradients.spare
+        else:
+            self.rest = self.whole() if rest is None else rest
+            self.source = Source(self.whole(), addend, self.rest)
+
+    def _gradients(self, rest: Tensor, addend: Tensor | None = None) -> Gradients | None:
+        """Return what is sent, if kernels for a CPU read it where it lies."""
+        if not self.raw or not self.in_memory:
+            return None
+        terms = {start: [piece] for start, piece in zip(self.starts, self.pieces, strict=True)}
+        if not self.errors:
+            return Gradients(self.in_memory, rest, terms, self._check, addend)
+        coded, treated, codes = self.errors
+        for (start, size), code in zip(zip(self.starts, self.sizes, strict=True), coded, strict=True):
+            terms[start] += [codes[code : code + size]] * (code >= 0)
+        return Gradients(self._placed(coded, treated), rest, terms, self._check, addend, codes.numpy())
+
+    def _check(self, largest: int) -> bool:
+        """Note whether gradients with this largest magnitude, given as the bits of a float32, may be averaged."""
+        if not (allowed := self.allows(largest)):
+            self.spoil()
+        return allowed
 
     def add_errors(self, coded: tuple[int, ...], treated: tuple[int, ...], codes: Tensor) -> None:
-        """Add errors that are kept in 8 bits to the gradients, in the pass that copies them if nothing did yet.
+        """Add errors that are kept in 8 bits to the gradients, in the pass that reads them if nothing did yet.
 
         Args:
             coded: see ``blocks.Segments``.
             treated: see ``blocks.Segments``.
             codes: uint8, of all errors.
         """
-        if self.raw:
+        if self.raw and self.in_memory:
+            self.errors = coded, treated, codes
+        elif self.raw:
             self._gather(coded, treated, codes)
         else:
             add_errors(Segments(self.starts, self.sizes, coded, treated), codes, self.whole(), self.flag)
@@ -157,12 +183,17 @@ class Vector:
         return adjacent(self.pieces)
 
     @cached_property
-    def memory(self) -> tuple[Any, Any, Any]:
-        """The memory that float32 pieces fill on a CPU: as numbers, as bits, and where the pieces are in it."""
-        assert self.bucket
+    def in_memory(self) -> Pieces | None:
+        """Where float32 pieces lie that fill one piece of a CPU's memory; None without kernels that read them there."""
+        if not self.fast or self.pieces[0].dtype != torch.float32 or not self.bucket:
+            return None
         nothing = (-1,) * len(self.sizes)
-        rows = table(Segments(self.bucket.places, self.sizes, nothing, nothing), None, self.device)
-        return *_read(self.bucket.whole()), rows.numpy()
+        return self._placed(nothing, nothing)
+
+    def _placed(self, coded: tuple[int, ...], treated: tuple[int, ...]) -> Pieces:
+        assert self.bucket
+        rows = table(Segments(self.bucket.places, self.sizes, coded, treated), None, self.device)
+        return Pieces((self.bucket.whole().numpy(), rows.numpy(), 0, self.bucket.numel))
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -178,10 +209,6 @@ class Vector:
                 together.first, segments._replace(sources=together.places), codes, out, self.limit, self.flag
             )
             return
-        if self.fast and together and self.pieces[0].dtype == torch.float32:
-            rows = table(segments._replace(sources=together.places), None, self.device)
-            if self.allows(self.fast.gather(*_read(together.whole()), rows.numpy(), codes.numpy(), out.numpy())):
-                return
         self.flag = clean(torch.cat(self.pieces, out=out), self.limit, self.flag)
         if self.device.type == "cpu" and self.flag.isnan():
             self.spoil()
@@ -213,11 +240,11 @@ class Vector:
                 yield slice(start + piece.start, start + piece.stop), mean[piece]
             start += len(mean)
 
-    def out(self, in_pieces: bool) -> Tensor | list[Tensor]:
-        """Return where to write the means: over the float32 gradients if ``in_pieces``, else one vector."""
-        if in_pieces and self.pieces[0].dtype == torch.float32:
+    def out(self) -> Tensor | Pieces:
+        """Return where to write the means: over the gradients if that is possible, else to one vector."""
+        if self.in_memory:
             self.means = self.pieces
-            return self.pieces
+            return self.in_memory
         self.mean = self.take("mean" if self.rest.data_ptr() == self.take("gradient").data_ptr() else "gradient")
         self.means = self.split(self.mean)
         return self.mean
@@ -288,7 +315,8 @@ def add_errors(segments: Segments, codes: Tensor, vector: Tensor, flag: Tensor) 
         return
     segments = segments._replace(sources=tuple(start for _, start, *_ in segments.rows))
     if fast := kernel_of(vector.device):
-        fast.gather(*_read(vector), table(segments, None, vector.device).numpy(), codes.numpy(), vector.numpy())
+        place = vector.numpy(), table(segments, None, vector.device).numpy(), 0, len(vector)
+        fast.load((place, NOTHING, codes.numpy()), 0, len(vector), vector.numpy())
     elif fused := kernel_of(vector.device, "triton"):
         fused.gather(vector, segments, codes, vector, torch.inf, flag)
     else:
@@ -297,47 +325,7 @@ def add_errors(segments: Segments, codes: Tensor, vector: Tensor, flag: Tensor) 
 
 def kernel_of(device: torch.device, by: str = "numba") -> ModuleType | None:
     """Return the kernels of a compiler that copy gradients, and add to them, or None."""
-    return kernels.backend(__name__, device, by)
-
-
-class Gradients(Source):
-    """Gradients that fill a piece of a CPU's memory, in any order, plus an addend; they are read where they lie.
-
-    Those that are not finite become zeros where they are read, and spoil their vector.
-
-    Args:
-        vector: of the gradients, which are float32.
-        addend: see ``Source``.
-        spare: see ``Source``.
-        start: the first number of the vector.
-    """
-
-    def __init__(self, vector: Vector, addend: Tensor | None, spare: Tensor, start: int = 0) -> None:
-        super().__init__(spare, addend, spare)
-        self._vector, self._start = vector, start
-
-    def part(self, span: slice) -> Gradients:
-        """See ``Source``."""
-        addend = None if self.addend is None else self.addend[span]
-        return Gradients(self._vector, addend, self.spare[span], self._start + span.start)
-
-    def into(self, out: Tensor | None) -> Tensor:
-        """See ``Source``."""
-        vector, out = self._vector, self.spare if out is None else out
-        assert vector.fast
-        addend = _NOTHING if self.addend is None else self.addend.numpy()
-        if not vector.allows(vector.fast.read(*vector.memory, self._start, addend, out.numpy())):
-            vector.spoil()
-            out.zero_()
-        return out
-
-    def terms(self, span: slice) -> list[Tensor]:
-        """See ``Source``."""
-        number = self._vector.starts.index(span.start)
-        return [self._vector.pieces[number], *([] if self.addend is None else [self.addend[span]])]
-
-
-_NOTHING = np.empty(0, np.float32)
+    return kernels.backend(source.__name__ if by == "numba" else __name__, device, by)
 
 
 class Stage:
@@ -348,12 +336,6 @@ class Stage:
 
     def after(self, vector: Vector) -> None:
         """Change the means, or what was not sent; stages are called in reverse order."""
-
-
-def _read(piece: Tensor) -> tuple[Any, Any]:
-    """Return a float32 CPU tensor as an array, and its bits as int32."""
-    array = piece.numpy()
-    return array, array.view(np.int32)
 
 
 def clean(gradient: Tensor, limit: float, zero: Tensor) -> Tensor:

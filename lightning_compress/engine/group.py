@@ -282,10 +282,10 @@ class Group:
         meter, rest, source = self._world.meter, vector.rest, vector.source
         assert source
         if not meter.sampling:
-            plan.mean(rest, vector.out(plan.in_pieces), mix(*vector.draws), vector.flag, source)
+            plan.mean(rest, vector.out(), mix(*vector.draws), vector.flag, source)
             return
         before = source.into(rest).norm()
-        plan.mean(rest, vector.out(plan.in_pieces), mix(*vector.draws), vector.flag)
+        plan.mean(rest, vector.out(), mix(*vector.draws), vector.flag)
         meter.add_error(before, rest.norm())
 
     def _note(self, flag: Tensor, pieces: Sequence[Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ class AllGather(Exchange):
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
         whole = MessagePlan(sections, world.device, world.meter, marked=True)
-        count = 1 if whole.variable or whole.in_pieces else part_count(sections, whole.size, world)
+        count = 1 if whole.variable else part_count(sections, whole.size, world)
         cut = parts_of(sections, count)
         parts = [whole] if count == 1 else [MessagePlan(part, world.device, world.meter, marked=True) for part in cut]
         plan = _Plan(parts, world.collective, world.device)
@@ -45,7 +45,6 @@ class _Plan(ExchangePlan):
         self._collective = collective
         size, first = collective.size, plans[0]
         self._parts = [(plan, Messages(1, plan.size, device), Messages(size, plan.size, device)) for plan in plans]
-        self.in_pieces = first.in_pieces or len(plans) > 1  # a part is copied on while it is in the cache
         self.cost = length_cost(first, size) + Cost(
             bytes_sent=(size - 1) * sum(plan.expected_size for plan in plans),
             rounds=all_gather_rounds(size),  # parts share the wire

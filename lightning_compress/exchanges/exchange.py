@@ -7,8 +7,7 @@ rank did not send, such that ``W * mean + sum over ranks of vector_after == sum 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -24,9 +23,8 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.source import Source
 from lightning_compress.core.state import States, StateSpec
-from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.head import LENGTH
-from lightning_compress.exchanges.message import MessagePlan, Out, Section
+from lightning_compress.exchanges.message import MessagePlan, Out, Section, whole
 
 META = torch.device("meta")
 """The device of plans without memory. They are made to read their cost and never run."""
@@ -91,22 +89,6 @@ def _section_of_sums(section: Section, ranks: int, sums: object) -> Section:
     return replace(section, method=sums)
 
 
-@contextmanager
-def whole(out: Out, like: Tensor) -> Iterator[Tensor]:
-    """Yield ``out`` if it is one tensor; else a scratch vector, which is copied to the tensors of ``out`` on exit.
-
-    Args:
-        out: float32, where the mean goes.
-        like: the vector whose length and device the scratch vector takes.
-    """
-    if isinstance(out, Tensor):
-        yield out
-        return
-    mean = scratch("one mean", len(like), torch.float32, like.device)
-    yield mean
-    torch._foreach_copy_(list(out), list(mean.split([piece.numel() for piece in out])))
-
-
 class ExchangePlan:
     """An exchange prepared for the vectors of one group. It allocates its message buffers in the first ``mean``.
 
@@ -116,7 +98,6 @@ class ExchangePlan:
         sum_ranks: the number of ranks of the sums it encodes, for ``Codec.refined``.
         dense_spans: slices of the vector that travel as float32.
         in_place: nothing is encoded, so that ``mean`` accepts the list of gradients as both ``vector`` and ``out``.
-        in_pieces: ``mean`` writes into several tensors without an intermediate vector.
         marked: the sections' marks travel with the messages.
     """
 
@@ -125,7 +106,6 @@ class ExchangePlan:
     sum_ranks: int = 1
     dense_spans: Sequence[slice] = ()
     in_place: bool = False
-    in_pieces: bool = False
     marked: bool = False
 
     @property
@@ -143,14 +123,14 @@ class ExchangePlan:
         Args:
             vector: float32 ``[numel]``, finite. Afterwards it holds what was not sent. Where ``in_place``, it may be
                 the same list as ``out``, of float32 tensors within the range of the dtype they are cast to.
-            out: float32 ``[numel]``, or one tensor per non-empty segment, in order. It receives the mean.
+            out: float32 ``[numel]``, or pieces of memory. It receives the mean.
             key: the random key of the step and the group, equal on all ranks.
             flag: float32 scalar, 0.0 or NaN. It receives the sum over the ranks.
             source: what is averaged, if it is not in ``vector`` yet; ``out`` may be the memory of its values.
         """
         if source is not None:
             source.into(vector)
-        with whole(out, vector) as mean:
+        with whole(out) as mean:
             self.average(vector, mean, key, flag)
 
     def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:

@@ -9,6 +9,7 @@ section begins where the previous one ends.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -22,12 +23,12 @@ from lightning_compress.codecs.codec import ALIGNMENT, Codec, Method, Plan, alig
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, permutation
-from lightning_compress.core.source import Source
+from lightning_compress.core.source import Pieces, Source
 from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.head import LENGTH, LENGTHS, Head, Marks
 
-Out = Tensor | Sequence[Tensor]
-"""Where a mean goes: float32 ``[numel]``, or one tensor per non-empty segment."""
+Out = Tensor | Pieces
+"""Where a mean goes: float32 ``[numel]``, or pieces of memory."""
 PRECISE = Rotated(bits=4)
 """Encodes sums of coarse biased methods where no residual corrects the error. It is unbiased, with a tenth of the noise
 of signs."""
@@ -89,6 +90,22 @@ class Section:
         return replace(self, layout=self.layout.cut(first, last), start=self.start + first)
 
 
+@contextmanager
+def whole(out: Out, enough: bool = False) -> Iterator[Tensor]:
+    """Yield where to write a vector: ``out``, or scratch memory, which is copied to the pieces of ``out`` on exit.
+
+    Args:
+        out: float32.
+        enough: pieces are good enough.
+    """
+    if isinstance(out, Tensor) or enough:
+        yield cast(Tensor, out)
+        return
+    vector = scratch("one vector", len(out), torch.float32, torch.device("cpu"))
+    yield vector
+    out.copy_(vector)
+
+
 @cache
 def _bits(codec: Codec) -> float:
     """Return bits per element of a large message."""
@@ -124,7 +141,6 @@ class MessagePlan:
         expected_size: expected bytes of a message.
         variable: messages vary in length.
         correlated: ``correlate`` has an effect.
-        in_pieces: at least one section decodes into several tensors as fast as into one.
         sum_runs: which bytes to sum, and in which dtype; None if a section cannot be summed.
     """
 
@@ -154,7 +170,6 @@ class MessagePlan:
         self._header = self.head.size
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
-        self.in_pieces = not self.variable and any(plan.in_pieces for plan in plans)
         self._ends = [self._header + end for end in accumulate(aligned(plan.message_size) for plan in plans)]
         self._device, self._numbers = device, numbers
         self.sum_runs = self._find_sum_runs([section.codec.sum_dtype for section in sections])
@@ -299,24 +314,14 @@ class MessagePlan:
             rows = self._starts_of(messages) if self.variable else [[self._header, *self._ends]]
             for number, (span, plan) in enumerate(self._parts):
                 starts = [row[number] for row in rows]
-                pieces = None if isinstance(out, Tensor) else pieces_in(out, span)
-                part = out[span] if isinstance(out, Tensor) else self._room(number, pieces)
-                if len(set(starts)) <= 1:  # always so if no earlier section varies
-                    start = starts[0] if starts else 0
-                    plan.decode(messages[:, start : start + plan.message_size], part, weight, accumulate)
-                else:
+                with whole(out[span], plan.in_pieces and not self.variable) as part:
+                    if len(set(starts)) <= 1:  # always so if no earlier section varies
+                        start = starts[0] if starts else 0
+                        plan.decode(messages[:, start : start + plan.message_size], part, weight, accumulate)
+                        continue
                     for row, start in enumerate(starts):
                         message = messages[row : row + 1, start : start + plan.message_size]
                         plan.decode(message, part, weight, accumulate or row > 0)
-                if pieces is not None and isinstance(part, Tensor):
-                    torch._foreach_copy_(pieces, list(part.split([each.numel() for each in pieces])))
-
-    def _room(self, number: int, pieces: list[Tensor] | None) -> Tensor:
-        """Return where to decode a section whose mean goes to several tensors: these tensors, or one scratch vector."""
-        plan = self._parts[number][1]
-        if plan.in_pieces and not self.variable:
-            return cast(Tensor, pieces)
-        return scratch("section mean", plan.layout.numel, torch.float32, self._device)
 
     def _starts_of(self, messages: Tensor) -> list[list[int]]:
         """Return, for each message of variable length, where its sections begin and where the last one ends."""
@@ -342,18 +347,6 @@ class MessagePlan:
         """Apply ``zero_nonfinite`` to each section of a vector of sums."""
         for span, _ in self._parts:
             zero_nonfinite(vector[span], flag)
-
-
-def pieces_in(pieces: Sequence[Tensor], span: slice) -> list[Tensor]:
-    """Return the parts of one-dimensional tensors that lie in a slice of all of them side by side."""
-    found, start = [], 0
-    for piece in pieces:
-        stop = start + len(piece)
-        if start < span.stop and span.start < stop:
-            inside = span.start <= start and stop <= span.stop
-            found.append(piece if inside else piece[max(0, span.start - start) : span.stop - start])
-        start = stop
-    return found
 
 
 def zero_nonfinite(vector: Tensor, flag: Tensor) -> None:

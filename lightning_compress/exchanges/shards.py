@@ -14,7 +14,7 @@ from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, ShardCoder,
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.random import mix
 from lightning_compress.core.source import Source
-from lightning_compress.exchanges.message import MessagePlan, section_key
+from lightning_compress.exchanges.message import MessagePlan, Out, section_key, whole
 
 
 class _Alone(NamedTuple):
@@ -85,19 +85,20 @@ class ShardMessages:
                 part = source.part(each.span)
                 each.plan.encode_from(part, rest, each.message(messages), section_key(own, each.number))
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool, skip: int | None = None) -> None:
+    def decode(self, messages: Tensor, out: Out, weight: float, accumulate: bool, skip: int | None = None) -> None:
         """Decode the shards; see ``ShardCoder.decode_shards``."""
         with self.meter.decode:
             for coder, shards, _ in self.together:
                 coder.decode_shards(messages, shards, out, weight, accumulate, skip)
             for each in self.alone:
-                if skip is None:
-                    each.plan.decode(each.message(messages)[None], out[each.span], weight, accumulate)
-                    continue
-                for others in (messages[:skip], messages[skip + 1 :]):
-                    if len(others):
-                        part = others[:, each.at : each.at + each.plan.message_size]
-                        each.plan.decode(part, out[each.span], weight, accumulate)
+                with whole(out[each.span], each.plan.in_pieces) as part:
+                    if skip is None:
+                        each.plan.decode(each.message(messages)[None], part, weight, accumulate)
+                        continue
+                    for others in (messages[:skip], messages[skip + 1 :]):
+                        if len(others):
+                            own = others[:, each.at : each.at + each.plan.message_size]
+                            each.plan.decode(own, part, weight, accumulate)
 
 
 def _planned(shards: Sequence[_Alone], device: torch.device) -> tuple[ShardCoder, Shards] | None:

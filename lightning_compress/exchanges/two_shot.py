@@ -22,7 +22,7 @@ from lightning_compress.collectives.counting import all_gather_rounds, all_to_al
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.source import Source
 from lightning_compress.core.state import States
-from lightning_compress.core.workspace import Messages, scratch
+from lightning_compress.core.workspace import Messages
 from lightning_compress.exchanges.exchange import (
     Cost,
     Exchange,
@@ -34,14 +34,11 @@ from lightning_compress.exchanges.exchange import (
     sections_of_sums,
 )
 from lightning_compress.exchanges.heads import Heads
-from lightning_compress.exchanges.message import MessagePlan, Out, Section, pieces_in
+from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
 from lightning_compress.exchanges.parts import part_count, parts_of
 from lightning_compress.exchanges.remote_error import DeferredError
 from lightning_compress.exchanges.shards import ShardMessages
-
-CACHED = 1 << 16
-"""Elements of a shard beyond which a CPU decodes it alone: then it is copied on while it is in the cache."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,6 @@ class _Plan(ExchangePlan):
     def __init__(self, parts: Sequence[_Part], world: World) -> None:
         self._parts = parts
         self._own = [span for part in parts for span in part.own.spans]
-        self.in_pieces = world.device.type == "cpu"  # a shard's means are copied on while they are in the cache
         size = world.collective.size
         self.cost = parts[0].lengths + Cost(
             bytes_sent=(size - 1) * sum(part.expected for part in parts),
@@ -311,9 +307,6 @@ class _Together:
         self._added = ShardMessages.of([(rank, shards[rank], 0)], device, meter)
         self._own_sum = ShardMessages.of([(size, sums[rank], 0)], device, meter)
         self._sums = ShardMessages.of(everyones, device, meter)
-        longest = max((span.stop - span.start for plan in sums for span in plan.spans), default=0)
-        self._alone = list(sums) if longest > CACHED and device.type == "cpu" else []
-        self._spans = _joined([span for plan in sums for span in plan.spans])
 
     @classmethod
     def of(
@@ -346,31 +339,9 @@ class _Together:
     def read(self, received: Tensor, out: Out, weight: float, flag: Tensor) -> None:
         """Decode all sums."""
         self._heads.read(received, flag)
-        for peer, plan in enumerate(self._alone):
-            plan.decode(received[peer : peer + 1, : plan.size], out, weight, accumulate=False)
-        if self._alone:
-            return
-        if isinstance(out, Tensor):
-            self._sums.decode(received, out, weight, accumulate=False)
-            return
-        mean = scratch("one mean", sum(map(len, out)), torch.float32, received.device)
-        self._sums.decode(received, mean, weight, accumulate=False)
-        for span in self._spans:
-            parts = pieces_in(out, span)
-            torch._foreach_copy_(parts, list(mean[span].split([len(part) for part in parts])))
+        self._sums.decode(received, out, weight, accumulate=False)
 
 
 def _draws_alike(plans: Sequence[MessagePlan]) -> bool:
     """Whether ranks draw what they share, in which case shards are handled one by one."""
     return any(plan.draws_alike for plan in plans)
-
-
-def _joined(spans: Sequence[slice]) -> list[slice]:
-    """Return the slices in order, and those that follow each other as one."""
-    joined: list[slice] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if joined and joined[-1].stop == span.start:
-            joined[-1] = slice(joined[-1].start, span.stop)
-        else:
-            joined.append(span)
-    return joined

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from lightning_compress.codecs.packing.bits import block_shape
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream, word_state
-from lightning_compress.core.source import Source
+from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
 from lightning_compress.core.workspace import pieces, scratch
 
 FINEST, LARGEST = 2.0**-111, torch.finfo(torch.float32).max
@@ -190,6 +190,7 @@ class LevelPlan(SourcePlan):
         self._body = aligned(self._header)
         self.message_size = self._body + self._quantiser.size
         self._norms = torch.empty(blocks, dtype=torch.float32, device=device)
+        self.in_pieces = fast is not None and all(piece.kernel_arguments is not None for piece in pieces)
         self._places = [self._quantiser.planes.places(piece.numbers.start) for piece in pieces]
 
     def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
@@ -197,13 +198,15 @@ class LevelPlan(SourcePlan):
         self.check(rest, message)
         stream, body, keep = self.stream(key), message[self._body :], rest is not None
         for piece, places in zip(self._pieces, self._places, strict=True):
-            part = source.part(piece.elements).into(None if rest is None else rest[piece.elements])
-            norms = self._norms[piece.blocks]
+            given, norms = source.part(piece.elements), self._norms[piece.blocks]
+            left = rest[piece.elements] if rest is not None else None
             if self._fast and piece.kernel_arguments is not None:
                 random = np.uint64(word_state(stream.key, piece.numbers.start)), np.int16(stream.offset)
-                inputs = part.numpy(), *piece.kernel_arguments, self._quantiser.top, self._largest, *random
-                self._fast.encode(*inputs, body.numpy(), places, norms.numpy(), keep)
+                inputs = *piece.kernel_arguments, self._quantiser.top, self._largest, *random
+                outputs = body.numpy(), places, norms.numpy(), NOTHING if left is None else left.numpy()
+                given.read(self._fast.encode(given.arrays, *inputs, *outputs))
                 continue
+            part = given.into(left)
             numbers = self.forward(part, piece)
             sent, factors = fit(self.norms_of(numbers), self._quantiser.top, self._largest)
             norms.copy_(sent.view(-1))
@@ -213,18 +216,19 @@ class LevelPlan(SourcePlan):
         message[: self._header] = self._norms.view(torch.uint8)
         message[self._header : self._body] = 0
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+    def decode(self, messages: Tensor, out: Tensor | Pieces, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""
         self.check(out, messages)
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
         steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), len(self._norms))
         bodies = messages[:, self._body :]
         for piece, places in zip(self._pieces, self._places, strict=True):
-            part, piece_steps = out[piece.elements], steps[:, piece.blocks]
+            target, piece_steps = out[piece.elements], steps[:, piece.blocks]
             if self._fast and piece.kernel_arguments is not None:
                 inputs = bodies.numpy(), places, np.int32(self._quantiser.sign), piece_steps.numpy()
-                self._fast.decode(*inputs, *piece.kernel_arguments, part.numpy(), accumulate)
+                self._fast.decode(*inputs, *piece.kernel_arguments, place_of(target), accumulate)
                 continue
+            part = cast(Tensor, target)  # else ``in_pieces`` would be False
             if not accumulate:
                 part.zero_()
             piece_steps = piece_steps.reshape(-1, piece.shape[0], 1, *piece.shape[2:])
@@ -256,16 +260,17 @@ class LevelPlan(SourcePlan):
         """See ``ShardCoder``."""
         assert self._fast
         given = self._pieces[0].kernel_arguments or ()
-        inputs = source.into(rest).numpy(), shards.table.numpy(), messages.view(-1).numpy(), np.uint64(key)
-        self._fast.encode_shards(*inputs, *given, self._quantiser.top, self._largest, rest is not None)
+        inputs = source.arrays, shards.table.numpy(), messages.view(-1).numpy(), np.uint64(key)
+        left = NOTHING if rest is None else rest.numpy()
+        source.read(self._fast.encode_shards(*inputs, *given, self._quantiser.top, self._largest, left))
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None
     ) -> None:
         """See ``ShardCoder``."""
         assert self._fast
         given = self._pieces[0].kernel_arguments or ()
-        inputs = messages.view(-1).numpy(), shards.table.numpy(), out.numpy(), np.float32(weight), accumulate
+        inputs = messages.view(-1).numpy(), shards.table.numpy(), place_of(out), np.float32(weight), accumulate
         numbers = np.int32(self._quantiser.sign), self._quantiser.top
         self._fast.decode_shards(*inputs, *given, *numbers)
 

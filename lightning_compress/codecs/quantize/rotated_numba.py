@@ -6,6 +6,7 @@ import numpy as np
 
 from lightning_compress.codecs.quantize.levels_numba import add_row, fit, pack, pack_one, step, unpack_one
 from lightning_compress.core.random_numba import shard_state
+from lightning_compress.core.source_numba import begin_write, borrow, end_write, load, part_of, part_of_place
 from lightning_compress.kernels.numba import kernel, simd
 
 TILE = simd.LANES
@@ -36,11 +37,11 @@ def _halves(upper, lower):
 
 
 @kernel
-def encode(vector, signs, shift, tile, top, limit, start, move, body, places, norms, keep):
+def encode(source, signs, shift, tile, top, limit, start, move, body, places, norms, rest):
     """Encode blocks.
 
     Args:
-        vector: float32, at most ``len(norms)`` blocks. Zeros replace what the last run lacks.
+        source: see ``source_numba.py``; at most ``len(norms)`` blocks. Zeros replace what the last run lacks.
         signs: float32 ``[rows]``, 1 or -1.
         shift: added to a level to get the number.
         tile: float32 ``[rows * TILE]``; scratch.
@@ -51,20 +52,32 @@ def encode(vector, signs, shift, tile, top, limit, start, move, body, places, no
         body: uint8, the planes of the codes; overwritten.
         places: see ``levels_numba.pack``.
         norms: float32 ``[blocks]``, overwritten.
-        keep: subtract what is sent from the vector. If False, the vector is not changed.
+        rest: float32, as long as the source, overwritten by what is not sent; or empty.
+
+    Returns:
+        the largest magnitude in the source's memory; see ``source_numba.largest``.
     """
-    count = len(signs)
+    (_, _, _, numel), _, _ = source
+    count, most = len(signs), np.int32(0)
     offset = np.float32(0.5 + 0.5 / 65536 - shift)
     largest = np.empty(TILE, np.float32)
     factors = np.empty(TILE, np.float32)
+    room = np.empty(0 if len(rest) else count * TILE, np.float32)
     for block in range(0, len(norms), TILE):
         columns, first = min(TILE, len(norms) - block), block * count
-        whole = first + count * TILE <= len(vector)
+        last = min(first + count * TILE, numel)
+        whole = last == first + count * TILE
+        if len(rest):
+            vector = rest[first:last]
+            found = load(source, first, last, vector)
+        else:
+            vector, found = borrow(source, first, last, room)
+        most = max(most, found)
         if whole:
             for row in range(count):
-                simd.scale(tile, row * TILE, vector, first + row * TILE, signs[row] / np.float32(count))
+                simd.scale(tile, row * TILE, vector, row * TILE, signs[row] / np.float32(count))
         else:
-            _load(tile, signs, vector, first, columns)
+            _load(tile, signs, vector, columns)
         _transform(tile, count)
         largest[:] = 0
         for row in range(0, count, 4):
@@ -79,21 +92,22 @@ def encode(vector, signs, shift, tile, top, limit, start, move, body, places, no
                 state = start + np.uint64((first + row * TILE) // 4) * _GAMMA
                 simd.round_levels(tile, row * TILE, tile, row * TILE, factors, 0, offset, state, move)
                 for ahead in (row, row + 1):  # rows of the next run
-                    simd.fetch(vector, first + (count + ahead) * TILE)
+                    simd.fetch(vector, (count + ahead) * TILE)
             pack(tile[: count * TILE], body, places, first)
-        if keep:
+        if len(rest):
             for row in range(count):
                 simd.to_numbers(tile, row * TILE, largest, 0, np.float32(shift))
             _transform(tile, count)
-            _add(vector, tile, signs, first, columns, whole, np.float32(-1))
+            _add(vector, tile, signs, columns, whole, np.float32(-1))
+    return most
 
 
 @kernel
-def _load(tile, signs, vector, first, columns):
+def _load(tile, signs, vector, columns):
     """Load the last run, whose rows are shorter than the tile's, and fill up with zeros."""
     tile[:] = 0
-    for index in range(first, len(vector)):
-        row, column = divmod(index - first, columns)
+    for index in range(len(vector)):
+        row, column = divmod(index, columns)
         tile[row * TILE + column] = vector[index] * (signs[row] / np.float32(len(signs)))
 
 
@@ -116,14 +130,14 @@ def _round_rest(tile, factors, offset, start, move, body, places, first, columns
 
 
 @kernel
-def _add(vector, tile, signs, first, columns, whole, factor):
-    """Add ``factor`` times a tile, with its signs undone, to a run of the vector."""
+def _add(vector, tile, signs, columns, whole, factor):
+    """Add ``factor`` times a tile, with its signs undone, to a run."""
     if whole:
         for row in range(len(signs)):
-            simd.add_scaled(vector, first + row * TILE, tile, row * TILE, factor * signs[row])
+            simd.add_scaled(vector, row * TILE, tile, row * TILE, factor * signs[row])
     else:
-        for index in range(first, len(vector)):
-            row, column = divmod(index - first, columns)
+        for index in range(len(vector)):
+            row, column = divmod(index, columns)
             vector[index] += factor * signs[row] * tile[row * TILE + column]
 
 
@@ -139,31 +153,35 @@ def decode(bodies, places, sign, steps, signs, shift, tile, out, accumulate):
         signs: float32 ``[rows]``, 1 or -1.
         shift: added to a level to get the number.
         tile: float32 ``[rows * TILE]``; scratch.
-        out: float32, at most this number of blocks.
+        out: a place, see ``source_numba.py``; at most this number of blocks.
         accumulate: add to ``out`` instead of overwriting it.
     """
-    count = len(signs)
+    count, numel = len(signs), out[3]
+    room = np.empty(count * TILE, np.float32)
     for block in range(0, steps.shape[1], TILE):
         columns, first = min(TILE, steps.shape[1] - block), block * count
-        whole = first + count * TILE <= len(out)
+        last = min(first + count * TILE, numel)
+        whole = last == first + count * TILE
+        part = begin_write(out, first, last, room, accumulate)
         tile[:] = 0
         for message in range(len(bodies)):
             if columns < TILE:
                 _add_rest(tile, bodies[message], places, sign, shift, steps[message], block, columns)
             else:
                 for row in range(count):
-                    index = first + row * TILE
-                    simd.fetch(out, index)
-                    add_row(tile, row * TILE, bodies[message], places, index, steps[message], block, shift, sign)
+                    index = row * TILE
+                    simd.fetch(part, index)
+                    add_row(tile, index, bodies[message], places, first + index, steps[message], block, shift, sign)
         _transform(tile, count)
         if accumulate:
-            _add(out, tile, signs, first, columns, whole, np.float32(1))
+            _add(part, tile, signs, columns, whole, np.float32(1))
         elif whole:
             for row in range(count):
-                simd.scale(out, first + row * TILE, tile, row * TILE, signs[row])
+                simd.scale(part, row * TILE, tile, row * TILE, signs[row])
         else:
-            out[first:] = 0
-            _add(out, tile, signs, first, columns, whole, np.float32(1))
+            part[:] = 0
+            _add(part, tile, signs, columns, whole, np.float32(1))
+        end_write(out, first, last, part)
 
 
 @kernel
@@ -179,15 +197,18 @@ def _add_rest(tile, body, places, sign, shift, steps, block, columns):
 
 
 @kernel
-def encode_shards(vector, rows, messages, key, signs, shift, tile, top, limit, keep):
+def encode_shards(source, rows, messages, key, signs, shift, tile, top, limit, rest):
     """Encode the shards of ``rows``; see ``LevelPlan.shards`` and ``encode``."""
+    most = np.int32(0)
     for row in range(len(rows)):
         start, numel, at, blocks, first = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
-        part, norms = vector[start : start + numel], messages[at : at + 4 * blocks].view(np.float32)
-        state = shard_state(key, rows[row, 5], rows[row, 6])
-        body, places = messages[at + first :], rows[row, 7:]
-        encode(part, signs, shift, tile, top, limit, state, np.int16(0), body, places, norms, keep)
+        norms, state = messages[at : at + 4 * blocks].view(np.float32), shard_state(key, rows[row, 5], rows[row, 6])
+        body, places, left = messages[at + first :], rows[row, 7:], rest[start : start + numel]
+        random = state, np.int16(0), body, places
+        own = part_of(source, start, numel)
+        most = max(most, encode(own, signs, shift, tile, top, limit, *random, norms, left))
         messages[at + 4 * blocks : at + first] = 0
+    return most
 
 
 @kernel
@@ -198,5 +219,5 @@ def decode_shards(messages, rows, out, weight, accumulate, signs, shift, tile, s
         norms, steps = messages[at : at + 4 * blocks].view(np.float32), np.empty((1, blocks), np.float32)
         for block in range(blocks):
             steps[0, block] = step(norms[block], top) * weight
-        bodies, places, part = messages[at + first :].reshape(1, -1), rows[row, 7:], out[start : start + numel]
-        decode(bodies, places, sign, steps, signs, shift, tile, part, accumulate)
+        bodies, places = messages[at + first :].reshape(1, -1), rows[row, 7:]
+        decode(bodies, places, sign, steps, signs, shift, tile, part_of_place(out, start, numel), accumulate)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, Shards, aligned
+from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, Shards, SourcePlan, aligned
 from lightning_compress.codecs.packing.bits import block_shape, pack, packed_size, unpack
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.source import Source
+from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
 from lightning_compress.core.workspace import chunk_size, pieces, scratch
 
 WORD = 32
@@ -38,7 +38,7 @@ def plan_signs(layout: Layout, device: torch.device, block: int, values: int) ->
     return SignPlan(layout, device, [(whole, width), (1, rest)] if rest else [(whole, width)], values)
 
 
-class SignPlan(Plan):
+class SignPlan(SourcePlan):
     """Sends ``v >= 0`` as one bit, and one or two float32 values per block of consecutive elements.
 
     A message is every block's first value, then every block's second value, zeros up to a multiple of 16 bytes, then
@@ -71,28 +71,32 @@ class SignPlan(Plan):
         self._bits = aligned(self._header)
         self.message_size = self._bits + packed_size(layout.numel)
         self._pieces = [(blocks, part, self._packed(part), by_kernel) for blocks, part, by_kernel in parts]
+        self.in_pieces = all(by_kernel for *_, by_kernel in parts)
         others = [elements for _, elements, by_kernel in parts if not by_kernel]
         self._others = slice(others[0].start // 8 * 8, others[-1].stop) if others else slice(0, 0)
         longest = max((elements.stop - elements.start for elements in others), default=-16)
         self._floats = scratch("sign floats", longest + 16, torch.float32, device)
 
-    def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
-        """See ``Plan.encode``."""
-        self.check(vector, message)
-        for piece in pieces(self._others.stop - self._others.start, self._chunk):  # a block may end within a byte
-            part = slice(self._others.start + piece.start, self._others.start + piece.stop)
-            pack(vector[part] >= 0, message[self._packed(part)])
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """See ``Plan.encode_from``."""
+        self.check(rest, message)
+        others = self._others
+        given = source.part(others).into(None if rest is None else rest[others])
+        for piece in pieces(len(given), self._chunk):  # a block may end within a byte
+            pack(given[piece] >= 0, message[self._packed(slice(others.start + piece.start, others.start + piece.stop))])
         for blocks, elements, packed, by_kernel in self._pieces:
             values = self._values[:, blocks]
             if by_kernel:
-                words = message[packed].numpy().view(np.uint32)
-                self._move(vector[elements].numpy(), words, values.numpy())
+                words, own = message[packed].numpy().view(np.uint32), source.part(elements)
+                left = NOTHING if rest is None else rest[elements].numpy()
+                own.read(self._move(own.arrays, words, values.numpy(), left))
             else:
-                move_values(vector[elements].view(values.shape[1], -1), values)
+                part = given[elements.start - others.start : elements.stop - others.start]
+                move_values(part.view(values.shape[1], -1), values)
         message[: self._header] = self._values.view(torch.uint8).view(-1)
         message[self._header : self._bits] = 0
 
-    def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
+    def decode(self, messages: Tensor, out: Tensor | Pieces, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""
         self.check(out, messages)
         header = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1)
@@ -101,9 +105,10 @@ class SignPlan(Plan):
         for blocks, elements, packed, by_kernel in self._pieces:
             if by_kernel:
                 words = messages.numpy()[:, packed].view(np.uint32)
-                self._add(words, high[:, blocks].numpy(), low[:, blocks].numpy(), out[elements].numpy(), accumulate)
+                place = place_of(out[elements])
+                self._add(words, high[:, blocks].numpy(), low[:, blocks].numpy(), place, accumulate)
                 continue
-            rows = out[elements].view(blocks.stop - blocks.start, -1)
+            rows = cast(Tensor, out[elements]).view(blocks.stop - blocks.start, -1)
             if not accumulate:
                 rows.zero_()
             for message, one, zero in zip(messages, high[:, blocks, None], low[:, blocks, None], strict=True):
@@ -130,14 +135,14 @@ class SignPlan(Plan):
 
     def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
-        inputs = source.into(rest).numpy(), shards.table.numpy(), messages.view(-1).numpy(), len(self._values)
-        self._fast.encode_shards(*inputs)
+        inputs = source.arrays, shards.table.numpy(), messages.view(-1).numpy(), len(self._values)
+        source.read(self._fast.encode_shards(*inputs, NOTHING if rest is None else rest.numpy()))
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None
     ) -> None:
         """See ``ShardCoder``."""
-        inputs = messages.view(-1).numpy(), shards.table.numpy(), out.numpy(), np.float32(weight), accumulate
+        inputs = messages.view(-1).numpy(), shards.table.numpy(), place_of(out), np.float32(weight), accumulate
         self._fast.decode_shards(*inputs, len(self._values))
 
     def _packed(self, elements: slice) -> slice:

@@ -18,6 +18,7 @@ from lightning_compress.codecs.packing.positions import positions_of
 from lightning_compress.codecs.packing.values import FloatValues, FourMeans, OneMagnitude, Values
 from lightning_compress.codecs.sparse.selection import Choice, rank_of, stride_of
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Pieces
 
 LARGEST = torch.finfo(torch.float16).max
 
@@ -67,7 +68,7 @@ class FloatsPlan(Plan):
         self._choice, self._slots, self.message_size = choice, slots, slots.size
         segments = [range(segment.offset, segment.end) for segment in layout.segments if segment.numel]
         self._fast = kernels.backend(__name__, device, "numba")
-        self.in_pieces = device.type == "cpu" and [part for part, _ in choice.parts] == segments
+        self.in_pieces = self._fast is not None and [part for part, _ in choice.parts] == segments
         rounded = slots.count if slots.dtype == torch.float16 else 0
         self._floats = torch.zeros(rounded, dtype=torch.float32, device=device)
         self._places = torch.zeros(rounded, dtype=torch.int32, device=device)
@@ -85,24 +86,22 @@ class FloatsPlan(Plan):
             values = self._floats.copy_(values)
         vector.index_add_(0, indices, values, alpha=-1)  # exactly 0.0; an empty slot changes nothing
 
-    def decode(self, messages: Tensor, out: Tensor | list[Tensor], weight: float, accumulate: bool) -> None:
+    def decode(self, messages: Tensor, out: Tensor | Pieces, weight: float, accumulate: bool) -> None:
         """See ``Plan.decode``."""
-        whole = out if isinstance(out, Tensor) else None
-        self.check(whole, messages)
-        outs = [out[part.start : part.stop] for part, _ in self._choice.parts] if isinstance(out, Tensor) else out
-        if not accumulate and self._in_order(messages, outs, weight):
+        self.check(out, messages)
+        if not accumulate and self._in_order(messages, out, weight):
             return
-        out = torch.empty(self.layout.numel, dtype=torch.float32) if whole is None else whole
         sections = [self._slots.of(message) for message in messages]
         indices = [self._inside(indices) for indices, _ in sections]
+        vector = out if isinstance(out, Tensor) else torch.empty(self.layout.numel, dtype=torch.float32)
         if not accumulate:
-            out.zero_()
+            vector.zero_()
         for index, (_, values) in zip(indices, sections, strict=True):
-            out.index_add_(0, index, values.float(), alpha=weight)
-        if whole is None:
-            torch._foreach_copy_(outs, list(out.split([part.numel() for part in outs])))
+            vector.index_add_(0, index, values.float(), alpha=weight)
+        if isinstance(out, Pieces):
+            out.copy_(vector)
 
-    def _in_order(self, messages: Tensor, outs: Sequence[Tensor], weight: float) -> bool:
+    def _in_order(self, messages: Tensor, out: Tensor | Pieces, weight: float) -> bool:
         """Write the sum in one pass over the elements. Return False if that needs positions in ascending order."""
         fast = self._fast
         if fast is None or not len(messages):
@@ -111,9 +110,11 @@ class FloatsPlan(Plan):
         indices = self._inside(torch.stack([places for places, _ in sections])).numpy()  # checked before writing
         values = torch.stack([numbers.float() for _, numbers in sections]).numpy()
         cursors, start = np.empty(len(messages), np.int64), 0
-        for out, (part, k) in zip(outs, self._choice.parts, strict=True):
+        parts = [part for part, _ in self._choice.parts]
+        whole = [out[part.start : part.stop].numpy() for part in parts] if isinstance(out, Tensor) else out.arrays
+        for array, (part, k) in zip(whole, self._choice.parts, strict=True):
             slots, scale = (start, start + k), np.float32(weight)
-            if not fast.add(indices, values, slots, part.start, scale, out.numpy(), cursors):
+            if not fast.add(indices, values, slots, part.start, scale, array, cursors):
                 return False
             start += k
         return True
