@@ -17,7 +17,7 @@ from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.state import State, States, StateSpec
-from lightning_compress.core.vector import Stage, Vector, kernel_of, poison
+from lightning_compress.core.vector import Stage, Vector, kernel_of, new_flag, poison
 from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
@@ -258,6 +258,10 @@ class Group:
             return average_in_place(pieces, self._world.collective)
         if not self._nothing_else(pieces, scale):
             return None
+        if self._kernels[1]:  # they find what is not finite while they cast
+            flag = new_flag(self._world.device)
+            plan.mean(cast(Tensor, pieces), pieces, 0, flag)
+            return flag
         bounds = extremes(pieces)
         on_cpu = self._world.device.type == "cpu"
         if on_cpu and float(bounds.abs().max()) > self._limit:  # a value would saturate

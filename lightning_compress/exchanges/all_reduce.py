@@ -7,16 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.random import mix
 from lightning_compress.core.state import States
+from lightning_compress.core.vector import adjacent
 from lightning_compress.core.workspace import Messages, chunk_size
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
@@ -115,30 +118,38 @@ class _InPlace:
     """
 
     def __init__(self, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> None:
-        self._collective, _, self._meter = world
+        self._collective, device, self._meter = world
         self._parts = list(zip(parts, messages, strict=True))
         self._dtype = parts[0][0].codec.sum_dtype or torch.float32
+        self._limit = parts[0][0].codec.limit(self._collective.size)
         self._cuts: list[tuple[Tensor, list[Tensor], list[Piece]]] = []
+        self._fused = kernels.backend(__name__, device, "triton")
+        self._tiles: dict[tuple[int, ...] | None, tuple[Tensor, bool]] = {}
+        self._arrived: Tensor | None = None
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> _InPlace | None:
         """Return None unless all sections are casts to one dtype, lose nothing to a residual, and cover the vector."""
         sections = sorted((section for part in parts for section in part), key=lambda section: section.start)
-        adjacent = all(before.stop == after.start for before, after in pairwise(sections))
+        side_by_side = all(before.stop == after.start for before, after in pairwise(sections))
         only_cast = all(each.codec.is_cast and not (each.fed_back and _loses(each.codec)) for each in sections)
         one_dtype = len({each.codec.sum_dtype for each in sections}) == 1
-        whole = adjacent and bool(sections) and sections[0].start == 0
-        return cls(parts, messages, world) if whole and only_cast and one_dtype else None
+        whole = side_by_side and bool(sections) and sections[0].start == 0
+        one_message = len(parts) == 1 or kernels.compiler(world.device) != "triton"
+        return cls(parts, messages, world) if whole and only_cast and one_dtype and one_message else None
 
     def mean(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
         """Replace the gradients by their mean over the ranks.
 
         Args:
             gradients: float32, one-dimensional; together the whole vector, in its order, within the range of the dtype
-                they are cast to.
+                they are cast to. On an accelerator any numbers, which this checks.
             flag: float32 scalar, 0.0 or NaN. It receives the sum over the ranks.
         """
         self._cuts = self._cuts or self._cut([each.numel() for each in gradients])
+        if self._fused:
+            self._mean_in_few_launches(self._fused, gradients, flag)
+            return
         begun, weight = [], 1 / self._collective.size
         for message, rows, pieces in self._cuts:
             parts = [gradients[index][start:stop] for index, start, stop in pieces]
@@ -155,6 +166,32 @@ class _InPlace:
                 flag.add_(message[0].float() * 0.0)
                 outs = [gradients[index][start:stop] for index, start, stop in pieces]
                 (_scale_each if message.is_cpu else _scale_all)(outs, rows, weight)
+
+    def _mean_in_few_launches(self, fused: ModuleType, gradients: Sequence[Tensor], flag: Tensor) -> None:
+        """Do the same on an accelerator. There values may be out of range, or not finite: then all means are NaN."""
+        ((message, rows, pieces),) = self._cuts
+        bucket = adjacent(gradients)
+        copy = None if bucket else torch.cat(list(gradients))
+        first, places = (copy, None) if bucket is None else (bucket.first, bucket.places)
+        if places not in self._tiles:
+            starts = places or tuple(accumulate((each.numel() for each in gradients), initial=0))
+            stretches = [
+                (starts[index] + start, row.storage_offset() - message.storage_offset(), stop - start)
+                for row, (index, start, stop) in zip(rows, pieces, strict=True)
+            ]
+            self._tiles[places] = fused.table(stretches, message.device)
+        tiles = self._tiles[places]
+        if self._arrived is None:
+            self._arrived = torch.zeros(1, dtype=torch.int64, device=message.device)
+        with self._meter.encode:
+            fused.encode(first, tiles, message, self._limit, flag, self._arrived)
+        if self._meter.sampling:
+            self._note_error(rows, [gradients[index][start:stop] for index, start, stop in pieces])
+        self._collective.begin("all_reduce", message)()
+        with self._meter.decode:
+            fused.decode(message, tiles, first, 1 / self._collective.size, flag)
+        if copy is not None:
+            torch._foreach_copy_(list(gradients), list(copy.split([each.numel() for each in gradients])))
 
     def _note_error(self, rows: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Record what casting lost."""

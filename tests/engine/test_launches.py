@@ -35,7 +35,7 @@ def test_shards(method):
 
 
 def test_others():
-    assert total("bf16", "all_reduce", 2) == 14
+    assert total("bf16", "all_reduce", 2) == 3
     assert total("powersgd", "auto", 2) == 54
 
 
@@ -95,5 +95,5 @@ def test_the_page_has_these_counts():
     assert len(rows) == len(CASES)
     for method, exchange, ranks, count, said in rows:
         assert total(method, exchange, int(ranks)) == int(count)
-        if method not in ("powersgd", "bf16"):  # whose operations PyTorch's version decides
+        if method != "powersgd":  # whose operations PyTorch's version decides
             assert calls(method, exchange, int(ranks)) <= 1.1 * int(said.replace(",", ""))
