@@ -110,7 +110,8 @@ def _launch_group(layout: Layout) -> None:
     tiles = of_unused.table([(0, 0, layout.numel)], vector.device)
     of_unused.restore_unused(tiles, torch.zeros(1, dtype=torch.uint8), vector, vector)
     started = [(method, way) for method in ("qsgd", "rotated", "onebit", "efsign") for way in WAYS]
-    for method, (exchange, ranks) in [*started, ("bf16", ("all_reduce", 2))]:
+    started += [("bf16", ("all_reduce", 2)), ("powersgd", ("auto", 2))]
+    for method, (exchange, ranks) in started:
         shapes = [(max(1, layout.numel // 64), 64)] * 4 + [(37,)] * 4
         average, commit = averaging(method, exchange, ranks, [], vector.device, shapes)
         average()
