@@ -26,6 +26,8 @@ from lightning_compress.engine import unused
 _MINUS_TWO = "0fC0000000"
 LAYOUTS = [Layout.of([("weight", (1 << 16,)), ("bias", (100,))]), Layout.of([("weight", (1,))])]
 """A long one; and one whose lengths are 1, which the compiler takes for constants."""
+WAYS = ("all_gather", 2), ("two_shot", 4)
+"""Exchanges of a group, and numbers of ranks."""
 GROUP = "group"
 """Stands among the codecs for what is done to a group's vectors beside encoding."""
 
@@ -107,12 +109,13 @@ def _launch_group(layout: Layout) -> None:
     of_gradients.add_flag(scalar, vector)
     tiles = of_unused.table([(0, 0, layout.numel)], vector.device)
     of_unused.restore_unused(tiles, torch.zeros(1, dtype=torch.uint8), vector, vector)
-    for method in ("qsgd", "rotated", "onebit", "efsign"):
-        for exchange, ranks in (("all_gather", 2), ("two_shot", 4)):
-            shapes = [(max(1, layout.numel // 64), 64)] * 4 + [(37,)] * 4
-            average, commit = averaging(method, exchange, ranks, [], vector.device, shapes)
-            average()
-            commit()
+    started = [(method, way) for method in ("qsgd", "rotated", "onebit", "efsign") for way in WAYS]
+    started += [("bf16", ("all_reduce", 2)), ("powersgd", ("auto", 2))]
+    for method, (exchange, ranks) in started:
+        shapes = [(max(1, layout.numel // 64), 64)] * 4 + [(37,)] * 4
+        average, commit = averaging(method, exchange, ranks, [], vector.device, shapes)
+        average()
+        commit()
 
 
 def _read(kernel: Any) -> dict[str, Any]:

@@ -109,14 +109,10 @@ def _encode_tile(
     start, index, inside = _indices(tile, numel)
     numbers = read_sum(first + start, second + start, index, inside, SUM, WHOLE)
     small = tl.maximum(tl.minimum(numbers, limit), -limit)
-    if halves.dtype.element_ty == tl.float16:
-        half = small.to(tl.float16)
-    else:  # to the nearest, ties to even
-        bits = small.to(tl.int32, bitcast=True)
-        half = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    half = halved(small, halves.dtype.element_ty)
     write(halves + start, index, half, inside, WHOLE)
     if KEEP:
-        write(vector + start, index, numbers - _floats(half), inside, WHOLE)
+        write(vector + start, index, numbers - floats(half), inside, WHOLE)
 
 
 @kernel(do_not_specialize=["numel"])
@@ -145,7 +141,7 @@ def _decode_tile(
     start, index, inside = _indices(tile, numel)
     total = read(out + start, index, inside, WHOLE) if ADD else tl.zeros([_ROWS, 4], tl.float32)
     for message in range(MESSAGES):
-        added = _floats(read(halves + (message * stride >> 1) + start, index, inside, WHOLE)) * weight
+        added = floats(read(halves + (message * stride >> 1) + start, index, inside, WHOLE)) * weight
         if skip is None:
             total += added
         else:
@@ -179,9 +175,21 @@ def _indices(tile, numel):
 
 
 @triton.jit
-def _floats(half):
-    if half.dtype == tl.float16:
-        floats = half.to(tl.float32)
+def halved(numbers, TYPE: tl.constexpr):
+    """Return float32 numbers as float16, bfloat16 (as int16) or float32, rounded to the nearest, ties to even."""
+    if tl.int16 == TYPE:
+        bits = numbers.to(tl.int32, bitcast=True)
+        half = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
     else:
-        floats = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return floats
+        half = numbers.to(TYPE)
+    return half
+
+
+@triton.jit
+def floats(half):
+    """Return the float32 values of what ``halved`` returned."""
+    if half.dtype == tl.int16:
+        values = (half.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        values = half.to(tl.float32)
+    return values

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,14 +16,14 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
 from lightning_compress.core.source import Source
 from lightning_compress.core.state import State, States, StateSpec
-from lightning_compress.core.vector import Stage, Vector, kernel_of, poison
+from lightning_compress.core.vector import Stage, Vector, kernel_of, new_flag, poison
 from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
-from lightning_compress.engine.in_place import average_in_place, extremes
 from lightning_compress.engine.lanes import Lane
 from lightning_compress.engine.unused import KeptStates, plan_unused
 from lightning_compress.exchanges import AllReduce, Exchange, composite
+from lightning_compress.exchanges.all_reduce import average_in_place, extremes
 from lightning_compress.exchanges.exchange import ExchangePlan
 from lightning_compress.exchanges.message import Section
 from lightning_compress.settings.rules import Shape
@@ -215,7 +214,7 @@ class Group:
         self.nonfinite = []
         if not pieces:
             return torch.zeros((), dtype=torch.float32, device=self._world.device)
-        if plan.in_place and (flag := self._averaged_in_place(pieces, plan, scale)) is not None:
+        if (flag := self._averaged_in_place(pieces, plan, scale)) is not None:
             return flag
         draws = (self._key, step, turn) if turn else (self._key, step)
         vector = self._vector(pieces, plan, step, scale, draws, left_out)
@@ -246,11 +245,13 @@ class Group:
         limit = min(limit, kernels.LARGEST) if self.states else limit
         dense = [slice(0, self.layout.numel)] if plan is self._dense else plan.dense_spans
         scale = scale if self._unscales else None
-        return Vector(pieces, step, scale, draws, left_out, limit, dense, plan.in_place, plan.marked, *self._kernels)
+        return Vector(
+            pieces, step, scale, draws, left_out, limit, dense, plan.in_place is not None, plan.marked, *self._kernels
+        )
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:
         """Average gradients in their own memory and return the flag; return None if more has to be done."""
-        if self._corrects or self.settings.options.local_clip_norm is not None:
+        if self._corrects or self.settings.options.local_clip_norm is not None or plan.in_place is None:
             return None
         if not self.states and (self._own or plan is self._dense):  # all ranks average as DistributedDataParallel does
             if self.settings.options.on_nonfinite == "raise":  # the error names the parameters
@@ -258,12 +259,16 @@ class Group:
             return average_in_place(pieces, self._world.collective)
         if not self._nothing_else(pieces, scale):
             return None
+        if self._kernels[1]:  # they find what is not finite while they cast
+            flag = new_flag(self._world.device)
+            plan.in_place.mean(pieces, flag)
+            return flag
         bounds = extremes(pieces)
         on_cpu = self._world.device.type == "cpu"
         if on_cpu and float(bounds.abs().max()) > self._limit:  # a value would saturate
             return None
         flag = self._note((bounds * 0.0).sum(), pieces)
-        plan.mean(cast(Tensor, pieces), pieces, 0, flag)
+        plan.in_place.mean(pieces, flag)
         if on_cpu:  # on an accelerator the means are non-finite already
             poison(pieces, flag)
         return flag

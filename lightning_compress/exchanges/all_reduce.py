@@ -7,20 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.random import mix
-from lightning_compress.core.source import Source
 from lightning_compress.core.state import States
+from lightning_compress.core.vector import adjacent
 from lightning_compress.core.workspace import Messages, chunk_size
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
-from lightning_compress.exchanges.message import MessagePlan, Out, Section
+from lightning_compress.exchanges.message import MessagePlan, Section
 from lightning_compress.exchanges.parts import part_count, parts_of
 
 Piece = tuple[int, int, int]
@@ -51,14 +53,12 @@ class AllReduce(Exchange):
         messages = [MessagePlan(part, device, meter, summands=collective.size) for part in parts]
         plan = _Plan(messages, collective, device)
         plan.dense_spans = [each.span for each in sections if isinstance(each.codec, Dense)]
-        plan.from_gradients = _InPlace.of(parts, plan.messages, world)
-        plan.in_place = plan.from_gradients is not None
+        plan.in_place = InPlace.of(parts, plan.messages, world)
         return plan
 
 
 class _Plan(ExchangePlan):
     description = "all_reduce"
-    from_gradients: _InPlace | None = None
 
     def __init__(self, plans: Sequence[MessagePlan], collective: Collective, device: torch.device) -> None:
         self._collective = collective
@@ -83,12 +83,6 @@ class _Plan(ExchangePlan):
             parts.append((plan, messages.all, sums))
         return parts
 
-    def mean(self, vector: Out, out: Out, key: int, flag: Tensor, source: Source | None = None) -> None:
-        if isinstance(vector, Tensor):
-            super().mean(vector, out, key, flag, source)
-        elif self.from_gradients:
-            self.from_gradients.mean(vector, flag)
-
     def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         rank, size = self._collective.rank, self._collective.size
         waits = []
@@ -105,7 +99,7 @@ class _Plan(ExchangePlan):
             plan.decode(message, out, 1 / size, accumulate=False)
 
 
-class _InPlace:
+class InPlace:
     """Averages gradients that are only cast, without a vector: messages and means are bit-identical to ``_Plan``'s.
 
     Args:
@@ -115,30 +109,32 @@ class _InPlace:
     """
 
     def __init__(self, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> None:
-        self._collective, _, self._meter = world
+        self._collective, device, self._meter = world
         self._parts = list(zip(parts, messages, strict=True))
         self._dtype = parts[0][0].codec.sum_dtype or torch.float32
+        self._limit = parts[0][0].codec.limit(self._collective.size)
         self._cuts: list[tuple[Tensor, list[Tensor], list[Piece]]] = []
+        self._fused = kernels.backend(__name__, device, "triton")
+        self._tiles: dict[tuple[int, ...] | None, tuple[Tensor, bool]] = {}
+        self._arrived: Tensor | None = None
 
     @classmethod
-    def of(cls, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> _InPlace | None:
+    def of(cls, parts: Sequence[Sequence[Section]], messages: Sequence[Messages], world: World) -> InPlace | None:
         """Return None unless all sections are casts to one dtype, lose nothing to a residual, and cover the vector."""
         sections = sorted((section for part in parts for section in part), key=lambda section: section.start)
-        adjacent = all(before.stop == after.start for before, after in pairwise(sections))
+        side_by_side = all(before.stop == after.start for before, after in pairwise(sections))
         only_cast = all(each.codec.is_cast and not (each.fed_back and _loses(each.codec)) for each in sections)
         one_dtype = len({each.codec.sum_dtype for each in sections}) == 1
-        whole = adjacent and bool(sections) and sections[0].start == 0
-        return cls(parts, messages, world) if whole and only_cast and one_dtype else None
+        whole = side_by_side and bool(sections) and sections[0].start == 0
+        one_message = len(parts) == 1 or kernels.compiler(world.device) != "triton"
+        return cls(parts, messages, world) if whole and only_cast and one_dtype and one_message else None
 
     def mean(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
-        """Replace the gradients by their mean over the ranks.
-
-        Args:
-            gradients: float32, one-dimensional; together the whole vector, in its order, within the range of the dtype
-                they are cast to.
-            flag: float32 scalar, 0.0 or NaN. It receives the sum over the ranks.
-        """
+        """See ``AveragesInPlace``."""
         self._cuts = self._cuts or self._cut([each.numel() for each in gradients])
+        if self._fused:
+            self._mean_in_few_launches(self._fused, gradients, flag)
+            return
         begun, weight = [], 1 / self._collective.size
         for message, rows, pieces in self._cuts:
             parts = [gradients[index][start:stop] for index, start, stop in pieces]
@@ -155,6 +151,32 @@ class _InPlace:
                 flag.add_(message[0].float() * 0.0)
                 outs = [gradients[index][start:stop] for index, start, stop in pieces]
                 (_scale_each if message.is_cpu else _scale_all)(outs, rows, weight)
+
+    def _mean_in_few_launches(self, fused: ModuleType, gradients: Sequence[Tensor], flag: Tensor) -> None:
+        """Do the same on an accelerator. There values may be out of range, or not finite: then all means are NaN."""
+        ((message, rows, pieces),) = self._cuts
+        bucket = adjacent(gradients)
+        copy = None if bucket else torch.cat(list(gradients))
+        first, places = (copy, None) if bucket is None else (bucket.first, bucket.places)
+        if places not in self._tiles:
+            starts = places or tuple(accumulate((each.numel() for each in gradients), initial=0))
+            stretches = [
+                (starts[index] + start, row.storage_offset() - message.storage_offset(), stop - start)
+                for row, (index, start, stop) in zip(rows, pieces, strict=True)
+            ]
+            self._tiles[places] = fused.table(stretches, message.device)
+        tiles = self._tiles[places]
+        if self._arrived is None:
+            self._arrived = torch.zeros(1, dtype=torch.int64, device=message.device)
+        with self._meter.encode:
+            fused.encode(first, tiles, message, self._limit, flag, self._arrived)
+        if self._meter.sampling:
+            self._note_error(rows, [gradients[index][start:stop] for index, start, stop in pieces])
+        self._collective.begin("all_reduce", message)()
+        with self._meter.decode:
+            fused.decode(message, tiles, first, 1 / self._collective.size, flag)
+        if copy is not None:
+            torch._foreach_copy_(list(gradients), list(copy.split([each.numel() for each in gradients])))
 
     def _note_error(self, rows: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Record what casting lost."""
@@ -178,6 +200,33 @@ class _InPlace:
                 start += aligned(width * section.layout.numel)
             cuts.append((numbers, rows, row_pieces))
         return cuts
+
+
+def average_in_place(gradients: Sequence[Tensor], collective: Collective) -> Tensor:
+    """Average gradients as DistributedDataParallel does: divide, then sum, in their own dtype and memory.
+
+    Args:
+        gradients: one-dimensional, contiguous, of one dtype; each becomes its mean over the ranks. If they are
+            neighbours in memory, as in a bucket, they are sent from there without a copy.
+        collective: the ranks.
+
+    Returns:
+        float32 scalar: 0.0, or NaN if a mean is not finite; the same on all ranks.
+    """
+    flat = adjacent(gradients)
+    whole = flat.whole() if flat else torch.cat(list(gradients))
+    collective.all_reduce(whole.div_(collective.size))
+    if flat is None:
+        torch._foreach_copy_(list(gradients), list(whole.split([each.numel() for each in gradients])))
+    lowest, highest = torch.aminmax(whole)
+    return (lowest.float() * 0.0 + highest.float() * 0.0).float()
+
+
+def extremes(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the minimum and maximum of each gradient, or of all together; NaN if one is NaN."""
+    if not gradients[0].is_cpu and (flat := adjacent(gradients)):  # a launch costs more than a pass
+        gradients = [flat.whole()]
+    return torch.cat([torch.stack(torch.aminmax(each)) for each in gradients])
 
 
 def _scale_each(outs: Sequence[Tensor], rows: Sequence[Tensor], weight: float) -> None:

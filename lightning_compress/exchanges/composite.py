@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
@@ -141,19 +143,28 @@ class _ReducersPlan(ExchangePlan):
         self._plans, self._dense = plans, dense
         self._carried = torch.zeros(carried, dtype=torch.float32, device=world.device)
         self._nothing = self._carried[:0]
-        self._weight = 1 / world.collective.size
+        self._weight, self._device = 1 / world.collective.size, world.device
+        self._fused = kernels.backend(__name__, world.device, "triton")
         sent, rounds = (sum(each) for each in zip(*((plan.bytes_sent, plan.rounds) for _, plan in plans), strict=True))
         self.cost = Cost(bytes_sent=sent, rounds=rounds)
+
+    @cached_property
+    def _tiles(self) -> tuple[Tensor, Tensor]:
+        """What the kernels are told of the dense elements, and of all."""
+        assert self._fused
+        dense = self._fused.table(self._dense, 1, self._device)
+        others = self._fused.table([span for span, _ in self._plans], -1, self._device)
+        return dense, torch.cat([dense, others])
 
     def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         carried = self._carried
         if len(carried):
-            carried[0] = flag
-            gather(vector, self._dense, carried[1:])
-            for span in self._dense:
-                vector[span] = 0.0
+            self._carry(vector, flag)
         for number, (span, plan) in enumerate(self._plans):
             plan.mean(vector[span], out[span], self._nothing if number else carried, mix(key, number))
+        if self._fused:
+            self._fused.finish(carried, self._weight, self._tiles[1], out, flag)
+            return
         if len(carried):
             torch.mul(carried[0], 0.0, out=flag)  # 0.0 or NaN, for any bytes
             means = carried[1:].mul_(self._weight)
@@ -161,3 +172,13 @@ class _ReducersPlan(ExchangePlan):
             scatter(means, self._dense, out)
         for span, _ in self._plans:
             zero_nonfinite(out[span], flag)
+
+    def _carry(self, vector: Tensor, flag: Tensor) -> None:
+        """Move the dense elements to where they are summed, after the flag."""
+        if self._fused:
+            self._fused.carry(vector, flag, self._tiles[0], self._carried)
+            return
+        self._carried[0] = flag
+        gather(vector, self._dense, self._carried[1:])
+        for span in self._dense:
+            vector[span] = 0.0

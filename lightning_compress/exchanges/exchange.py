@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +89,19 @@ def _section_of_sums(section: Section, ranks: int, sums: object) -> Section:
     return replace(section, method=sums)
 
 
+class AveragesInPlace(Protocol):
+    """Averages gradients in their own memory."""
+
+    def mean(self, gradients: Sequence[Tensor], flag: Tensor) -> None:
+        """Replace gradients by their mean over the ranks.
+
+        Args:
+            gradients: float32, one-dimensional; together the whole vector, in its order, within the range of the dtype
+                they are cast to. On an accelerator any numbers, which this checks.
+            flag: float32 scalar, 0.0 or NaN. It receives the sum over the ranks.
+        """
+
+
 class ExchangePlan:
     """An exchange prepared for the vectors of one group. It allocates its message buffers in the first ``mean``.
 
@@ -97,7 +110,7 @@ class ExchangePlan:
         description: the name of the exchange in the log.
         sum_ranks: the number of ranks of the sums it encodes, for ``Codec.refined``.
         dense_spans: slices of the vector that travel as float32.
-        in_place: nothing is encoded, so that ``mean`` accepts the list of gradients as both ``vector`` and ``out``.
+        in_place: averages gradients in their own memory, if nothing is encoded.
         marked: the sections' marks travel with the messages.
     """
 
@@ -105,7 +118,7 @@ class ExchangePlan:
     description: str
     sum_ranks: int = 1
     dense_spans: Sequence[slice] = ()
-    in_place: bool = False
+    in_place: AveragesInPlace | None = None
     marked: bool = False
 
     @property
@@ -121,8 +134,7 @@ class ExchangePlan:
         """Average over the ranks.
 
         Args:
-            vector: float32 ``[numel]``, finite. Afterwards it holds what was not sent. Where ``in_place``, it may be
-                the same list as ``out``, of float32 tensors within the range of the dtype they are cast to.
+            vector: float32 ``[numel]``, finite. Afterwards it holds what was not sent.
             out: float32 ``[numel]``, or pieces of memory. It receives the mean.
             key: the random key of the step and the group, equal on all ranks.
             flag: float32 scalar, 0.0 or NaN. It receives the sum over the ranks.

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_compress import kernels
 from lightning_compress.collectives import World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout, Segment
@@ -143,24 +144,31 @@ class _PowerSGDPlan(ReducerPlan):
         self._carried, rest = self._first[:carried], self._first[carried:]
         self._sums = rest[: sum(lengths)].split(lengths)
         self._left = _views(rest[sum(lengths) :], lefts)
-        self._bases = _views(rest[sum(lengths) :], bases)  # the same memory, with equal shapes in one batch
+        self._base = rest[sum(lengths) :]  # the same memory, with equal shapes in one batch
+        self._bases = _views(self._base, bases)
         second = sum(map(math.prod, self._rights))
         self._start = torch.empty(second, dtype=torch.float32, device=device)
         self.bytes_sent = sum(all_reduce_bytes(4 * count, collective.size) for count in (len(self._first), second))
         self.rounds = 2 * all_reduce_rounds(collective.size)
+        if fused := kernels.backend(__name__, device, "triton"):
+            self._rows = fused.table(bases, device), fused.table(self._rights, device)
+        self._fused = fused
 
     def mean(self, vector: Tensor, out: Tensor, carried: Tensor, key: int) -> None:
         matrices = [stack.view(vector) for stack in self._stacks]
         with self._meter.encode:
-            self._carried.copy_(carried)
+            rights = self._directions(key, carried)
             for part, total in zip(self._dense, self._sums, strict=True):
                 total.copy_(vector[part])
                 vector[part].zero_()
-            for matrix, left, right in zip(matrices, self._left, self._directions(key), strict=True):
+            for matrix, left, right in zip(matrices, self._left, rights, strict=True):
                 torch.bmm(right, matrix.mT, out=left)
         self._collective.all_reduce(self._first)
         with self._meter.decode:
-            carried.copy_(self._carried)
+            if self._fused:
+                self._fused.about_one(self._rows[0], self._base, self._base, self._carried, carried)
+            else:
+                carried.copy_(self._carried)
             for part, total in zip(self._dense, self._sums, strict=True):
                 torch.mul(total, 1 / self._collective.size, out=out[part])
         if self._stacks:
@@ -171,29 +179,42 @@ class _PowerSGDPlan(ReducerPlan):
         rights = _views(second, self._rights)
         with self._meter.encode:
             for base in self._bases:
-                base.copy_(torch.linalg.qr(_about_one(base, out=base).mT).Q.mT)
+                scaled = base if self._fused else _about_one(base, out=base)
+                base.copy_(torch.linalg.qr(scaled.mT).Q.mT)
             for matrix, left, right in zip(matrices, self._left, rights, strict=True):
                 torch.bmm(left, matrix, out=right)
                 _add_product(matrix, left, right, -1.0)
         self._collective.all_reduce(second)
         with self._meter.decode:
-            second.mul_(1 / self._collective.size)
-            for mean, left, right in zip(means, self._left, rights, strict=True):
+            averaged = self._averaged(second)
+            for mean, left, right in zip(means, self._left, averaged, strict=True):
                 if _rounds_products(mean.device):
                     _add_product(mean.zero_(), left, right, 1.0)
                 else:
                     torch.bmm(left.mT, right, out=mean)
-            if self._state:  # a column of zeros keeps its last value; 0 would stay 0
+            if self._state and not self._fused:  # a column of zeros keeps its last value; 0 would stay 0
                 for right, before in zip(rights, _views(self._state.committed, self._rights), strict=True):
                     largest = torch.linalg.vector_norm(right, math.inf, -1, keepdim=True)
                     right.addcmul_(before, (largest == 0).float())
 
-    def _directions(self, key: int) -> list[Tensor]:
-        """Return every Q to multiply with. That of the last step is scaled to about 1.
+    def _averaged(self, second: Tensor) -> list[Tensor]:
+        """Return every Q as the mean over the ranks; of kernels, ``second`` has what is kept of them then."""
+        weight = 1 / self._collective.size
+        if self._fused and self._state:
+            self._fused.average(self._rows[1], second, weight, self._state.committed, self._start)
+            return _views(self._start, self._rights)
+        return _views(second.mul_(weight), self._rights)
+
+    def _directions(self, key: int, carried: Tensor) -> list[Tensor]:
+        """Return every Q to multiply with, and copy the carried floats. The Q of the last step is scaled to about 1.
 
         Unscaled, P would have the magnitude of the squared gradient. Scaling by powers of two is exact.
         """
         rights = _views(self._start, self._rights)
+        if self._fused and self._state:
+            self._fused.about_one(self._rows[1], self._state.base(), self._start, carried, self._carried)
+            return rights
+        self._carried.copy_(carried)
         if self._state is None:
             self._start.copy_(normal(key, len(self._start), self._start.device))
             return rights

@@ -41,9 +41,6 @@ def trained(collective, settings, spoilt):
 def test_alike(ranks, method, feedback, spoilt, monkeypatch):
     settings = RunState.of(method, "two_shot", **feedback).bound({"second": "embedding"})
     planned, plan = [], two_shot._Together.of
-    monkeypatch.setattr(
-        two_shot, "CACHED", 0 if spoilt else two_shot.CACHED
-    )  # sums are decoded one by one, or together
     monkeypatch.setattr(two_shot._Together, "of", lambda *given: planned.append(plan(*given)) or planned[-1])
     together = run_threads(ranks, lambda collective: trained(collective, settings, spoilt))
     assert all(planned)

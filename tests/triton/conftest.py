@@ -1,5 +1,6 @@
 """Kernels of accelerators run on one where there is one, and elsewhere in Triton's interpreter."""
 
+import threading
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -53,3 +54,19 @@ def by():
     """Have plans made with kernels of a choice: ``by("triton")``."""
     with ExitStack() as choices:
         yield lambda choice: choices.enter_context(kernels.using(choice))
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch):
+    """Have ranks that are threads take turns: Triton's interpreter is for one thread."""
+    if torch.cuda.is_available():
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    call, lock = GridExecutor.__call__, threading.Lock()
+
+    def locked(*arguments, **options):
+        with lock:
+            return call(*arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", locked)

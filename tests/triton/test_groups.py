@@ -1,7 +1,6 @@
 """A group with the kernels of an accelerator does what one on a CPU does, and adds up while it encodes."""
 
 import math
-import threading
 from functools import partial
 
 import pytest
@@ -17,20 +16,7 @@ CPU = torch.device("cpu")
 PARAMETERS = [("weight", (20, 61)), ("bias", (37,)), ("nothing", (0,)), ("other", (13, 83))]
 
 
-@pytest.fixture(autouse=True)
-def _one_at_a_time(monkeypatch):
-    """Triton's interpreter is for one thread."""
-    if torch.cuda.is_available():
-        return
-    from triton.runtime.interpreter import GridExecutor
-
-    call, lock = GridExecutor.__call__, threading.Lock()
-
-    def locked(*arguments, **options):
-        with lock:
-            return call(*arguments, **options)
-
-    monkeypatch.setattr(GridExecutor, "__call__", locked)
+pytestmark = pytest.mark.usefixtures("one_at_a_time")
 
 
 def gradients(rank, step):

@@ -96,14 +96,32 @@ def test_the_vector_stands_in_where_the_list_has_too_few_or_too_many(name, liste
     plan = TopK().plan(LAYOUT, device)
     message = torch.zeros(plan.message_size, dtype=torch.uint8, device=device)
     plan.encode(VECTORS[name].to(device, copy=True), message, KEY)
-    assert plan._kernel._state[0, topk_steps_triton.LISTED.value] == listed
+    assert plan.kernel._state[0, topk_steps_triton.LISTED.value] == listed
 
 
-def test_places_beyond_the_vector_are_moved_inside(device, by):
+@pytest.mark.parametrize(
+    ("density", "values", "accumulate"), [(1e-3, "fp16", False), (0.3, "fp32", False), (0.05, "fp32", True)]
+)
+def test_lists_are_added_in_their_order(accumulate, density, values, device, by):
+    """Of three ranks, which all send some elements; long lists are searched in steps."""
+    found, numbers = [], [VECTORS[name] for name in ("normal", "ties", "extremes")]
+    for choice, where in (("auto", CPU), ("triton", device)):
+        by(choice)
+        plan = TopK(density, values=values).plan(LAYOUT, where)
+        messages = torch.zeros(3, plan.message_size + -plan.message_size % 16, dtype=torch.uint8, device=where)
+        messages = messages[:, : plan.message_size]
+        for message, vector in zip(messages, numbers, strict=True):
+            plan.encode(vector.to(where, copy=True), message, KEY)
+        out = torch.full((LAYOUT.numel,), 0.1, device=where)
+        plan.decode(messages, out, 1 / 3, accumulate)
+        found.append(out.cpu())
+    assert found[1].equal(found[0])
+
+
+def test_places_beyond_the_vector_are_left_out(device, by):
     by("triton")
     plan = TopK().plan(LAYOUT, device)
     message = torch.full((1, plan.message_size), 0x7F, dtype=torch.uint8, device=device)
     out = torch.zeros(LAYOUT.numel, device=device)
     plan.decode(message, out, 1.0, accumulate=False)
-    assert out[-1] != 0
-    assert not out[:-1].any()
+    assert not out.any()

@@ -298,3 +298,60 @@ def _emit(
         above += total >> 16
         earlier += total & 0xFFFF
         position += WIDTH
+
+
+@kernel(do_not_specialize=["count"])
+def merge(
+    out, indices, values, index_stride: tl.int64, value_stride: tl.int64, tiles, parts, weight, count,
+    ADD: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write or add the weighted sum of ``count`` lists to a tile, one list after the other: ranks find equal bits.
+
+    A part's positions are in ascending order. Of damaged lists, positions outside the tile are left out.
+    """
+    tile = tiles + tl.program_id(0) * 4
+    begin, end = tl.load(tile), tl.load(tile + 1)
+    part = parts + tl.load(tile + 2) * _COLUMNS
+    slot, kept = tl.load(part + SLOT), tl.load(part + KEPT)
+    if not ADD:
+        column = tl.arange(0, _TILE)
+        if end - begin == _TILE:
+            tl.store(out + tl.multiple_of(begin, _TILE) + column, tl.zeros([_TILE], tl.float32))
+        else:
+            tl.store(out + begin + column, tl.zeros([_TILE], tl.float32), mask=column < end - begin)
+    number = index_stride * 0
+    while number < count:
+        tl.debug_barrier()  # what other threads stored before is read below
+        places = indices + number * index_stride + slot
+        _merge(out, places, values + number * value_stride + slot, weight, begin, end, kept, WIDTH)
+        number += 1
+
+
+@triton.jit
+def _merge(out, places, values, weight, begin, end, kept, WIDTH: tl.constexpr):
+    """Add the entries of one list that are in ``[begin, end)``."""
+    position = _reach(places, begin, kept, WIDTH)
+    going = position < kept
+    while going:
+        number = position + tl.arange(0, WIDTH)
+        place = tl.load(places + number, mask=number < kept, other=0x7FFFFFFF)
+        mine = (place >= begin) & (place < end)
+        total = tl.load(out + place, mask=mine, other=0.0)
+        total += tl.load(values + number, mask=mine, other=0.0).to(tl.float32) * weight
+        tl.store(out + place, total, mask=mine)
+        position += WIDTH
+        going = (position < kept) & (tl.max(place, axis=0) < end)
+
+
+@triton.jit
+def _reach(places, begin, kept, WIDTH: tl.constexpr):
+    """Return how many of the ascending positions are below ``begin``, or up to ``WIDTH`` less."""
+    first, amount = kept * 0, kept
+    while amount > WIDTH:  # look at the ends of equal stretches, and go on in the one that holds the answer
+        step = (amount + WIDTH - 1) // WIDTH
+        number = first + (tl.arange(0, WIDTH) + 1) * step - 1
+        below = tl.load(places + number, mask=number < first + amount, other=0x7FFFFFFF) < begin
+        passed = tl.sum(below.to(tl.int32), axis=0) * step
+        first += passed
+        amount = tl.minimum(step, amount - passed)
+    return first

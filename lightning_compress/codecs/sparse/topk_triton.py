@@ -4,7 +4,7 @@ A sample gives a lower bound of the k largest magnitudes. One pass over the vect
 elements that reach the bound, tile by tile. The other kernels work on this list: ``narrow`` finds the k-th largest
 magnitude, ``count`` counts larger elements in each tile, ``emit`` writes indices and values in order. If the list
 cannot be used, because fewer than k elements or too many reached the bound, the same kernels work on the vector. The
-host does not need to know, so it never waits. All parts share 7 launches.
+host does not need to know, so it never waits. All parts share 7 launches. The lists of all ranks are added by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.codecs.sparse import topk_steps_triton
@@ -22,35 +21,7 @@ from lightning_compress.codecs.sparse.topk import Slots
 from lightning_compress.core.random import Stream
 from lightning_compress.core.source import Source
 from lightning_compress.core.workspace import scratch
-from lightning_compress.kernels.triton.launch import OPTIONS, kernel, width_of
-
-_CHUNK = 1024
-
-
-def add(indices: Tensor, values: Tensor, out: Tensor, weight: float) -> None:
-    """``out[indices] += weight * values``, where a value is not 0.
-
-    Args:
-        indices: int32 ``[k]``. No index occurs with two nonzero values. Indices outside ``out`` are clamped.
-        values: float32 or float16 ``[k]``.
-        out: float32 ``[n]``, n > 0.
-        weight: is rounded to float32.
-    """
-    if len(indices):
-        grid = (triton.cdiv(len(indices), _CHUNK),)
-        _add[grid](indices, values, out, weight, len(indices), len(out) - 1, _CHUNK, **OPTIONS)
-
-
-@kernel
-def _add(indices, values, out, weight, count, last, CHUNK: tl.constexpr):
-    number = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    value = tl.load(values + number, mask=number < count, other=0.0).to(tl.float32)
-    filled = value != 0
-    index = tl.load(indices + number, mask=filled, other=0)
-    index = tl.minimum(tl.maximum(index, 0), last)
-    total = tl.load(out + index, mask=filled, other=0.0) + value * weight
-    tl.store(out + index, total, mask=filled)
-
+from lightning_compress.kernels.triton.launch import OPTIONS, width_of
 
 PROGRAMS = 384
 """Largest number of programs that narrow one part: as many as a GPU with 132 processors runs at once."""
@@ -141,10 +112,11 @@ class TopK:
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""
-        if not accumulate:
-            out.zero_()
-        for indices, values in zip(*self._slots.of(messages), strict=True):
-            add(indices, values, out, weight)
+        indices, values = self._slots.of(messages)
+        strides = indices.stride(0), values.stride(0)
+        topk_steps_triton.merge[(len(self._tiles),)](
+            out, indices, values, *strides, self._tiles, self._parts, weight, len(messages), accumulate, _WIDTH, **_FEW
+        )  # fmt: skip
 
     def _look(self, first: Tensor, second: Tensor, both: bool, key: int) -> None:
         """Find the bound of every part, rounded down to its first digit."""

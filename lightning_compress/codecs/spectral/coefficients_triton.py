@@ -16,6 +16,9 @@ from lightning_compress.codecs.spectral import bins_triton
 from lightning_compress.codecs.spectral.fourier_triton import real_inverse, real_transform
 from lightning_compress.kernels.triton.launch import kernel, read, read_sum, write
 
+_PACKED = tl.constexpr(1024)
+"""Codes that ``encode`` packs at a time."""
+
 
 @triton.jit
 def indices(number, inside, start, length, L: tl.constexpr):
@@ -116,13 +119,16 @@ def _range(kept, last):
 @kernel(do_not_specialize=["length", "base", "blocks", "end0", "begin0", "end1", "begin1", "end2", "begin2"])
 def encode(
     first, second, vector, message, ranges, where, body, room, errors, table, start,
-    length: tl.int64, base: tl.int64, blocks: tl.int64,
+    length: tl.int64, base: tl.int64, blocks: tl.int64, count: tl.int64, middle: tl.int64, final_plane: tl.int64,
     end0: tl.int64, begin0: tl.int64, end1: tl.int64, begin1: tl.int64, end2: tl.int64, begin2: tl.int64,
     L: tl.constexpr, KEEP: tl.constexpr, LISTED: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, MANTISSA: tl.constexpr, SAMPLE: tl.constexpr, TRIED: tl.constexpr,
-    SUM: tl.constexpr, WHOLE: tl.constexpr, HEAD: tl.constexpr,
+    SUM: tl.constexpr, WHOLE: tl.constexpr, HEAD: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Encode blocks. Codes are written to ``room``, because a block's packed codes may begin within a byte."""
+    """Encode blocks. Codes are written to ``room``, and packed from there: with ``PACK`` by the same program.
+
+    Otherwise ``pack`` does it, because a program's packed codes would begin within a byte.
+    """
     if MANTISSA < 0:
         mantissa = minifloat_triton.best(errors, SAMPLE, TRIED)
     else:
@@ -154,6 +160,17 @@ def encode(
         tl.store(message + end0 + byte, zeros, mask=byte < begin0 - end0)
         tl.store(message + end1 + byte, zeros, mask=byte < begin1 - end1)
         tl.store(message + end2 + byte, zeros, mask=byte < begin2 - end2)
+    if PACK:
+        tl.debug_barrier()  # other threads wrote the codes
+        CODES: tl.constexpr = 2 * KEEP * ROWS
+        own = room + tl.program_id(0).to(tl.int64) * CODES
+        code = base * (2 * KEEP) + tl.program_id(0).to(tl.int64) * CODES
+        for at in tl.static_range(0, CODES, _PACKED):
+            column = tl.arange(0, _PACKED)
+            inside = (at + column < CODES) & (code + at + column < count)
+            codes = tl.load(own + at + column, mask=inside, other=0)[None, :]
+            SOME: tl.constexpr = min((CODES - at + 7) // 8 * 8, _PACKED)
+            write_codes(codes, body, middle, final_plane, code + at + tl.arange(0, 1), count, SOME, BITS, False)
 
 
 @kernel(do_not_specialize=["some", "base"])

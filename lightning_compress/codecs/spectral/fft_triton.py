@@ -88,6 +88,11 @@ class _Launch:
         return area.start, area.length, area.blocks, codes, *later_planes(codes, area.bits)
 
     @property
+    def packs(self) -> bool:
+        """True if the codes of a program fill whole bytes, so that it can pack them itself."""
+        return self.rows * self.area.values % 8 == 0 or self.area.blocks <= self.rows
+
+    @property
     def whole(self) -> bool:
         """True if every program has all of its blocks, and every block all of its elements."""
         return self.area.length == self.area.padded and self.area.blocks % self.rows == 0
@@ -141,17 +146,19 @@ class Spectra:
         ranges = float_view(message, area.ranges.start, 3 * area.blocks)
         parts = message, ranges, message[area.where :], message[area.codes :]
         gaps = [edge for gap in area.gaps for edge in (gap.start, gap.stop)]
-        start, length, blocks, codes, middle, last = launch.numbers()
+        start, length, blocks, *planes = launch.numbers()
         for base in range(0, blocks, launch.chunk):
             some = min(blocks - base, launch.chunk)
             coefficients_triton.encode[(triton.cdiv(some, launch.rows),)](
-                first, second, vector, *parts, self._room, errors, launch.table, start, length, base, blocks, *gaps,
-                **launch.constants, ROWS=launch.rows, MANTISSA=self._mantissa, SAMPLE=errors.shape[0],
-                TRIED=errors.shape[1], SUM=both, WHOLE=launch.whole, HEAD=area.ranges.start == 16, **launch.options,
+                first, second, vector, *parts, self._room, errors, launch.table,
+                start, length, base, blocks, *planes, *gaps, **launch.constants, **launch.options,
+                ROWS=launch.rows, MANTISSA=self._mantissa, SAMPLE=errors.shape[0], TRIED=errors.shape[1],
+                SUM=both, WHOLE=launch.whole, HEAD=area.ranges.start == 16, PACK=launch.packs,
             )  # fmt: skip
-            coefficients_triton.pack[(triton.cdiv(some * area.values, _PACKED),)](
-                self._room, parts[3], some * area.values, base * area.values, codes, middle, last, _PACKED, area.bits
-            )
+            if not launch.packs:
+                coefficients_triton.pack[(triton.cdiv(some * area.values, _PACKED),)](
+                    self._room, parts[3], some * area.values, base * area.values, *planes, _PACKED, area.bits
+                )
 
     def decode(self, messages: Tensor, out: Tensor, weight: float, accumulate: bool) -> None:
         """See ``Kernel``."""
