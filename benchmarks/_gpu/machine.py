@@ -7,7 +7,6 @@ import platform
 from typing import Any
 
 import torch
-from rich.console import Console
 
 WIDTH = 170
 """Of tables, also where the output is a file."""
@@ -24,8 +23,3 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         compiler = ""
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"device": name, "software": f"torch {torch.__version__}{compiler}", "date": date}
-
-
-def console() -> Console:
-    """Prints wide tables."""
-    return Console(width=WIDTH)

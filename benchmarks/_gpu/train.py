@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks._gpu.loop import files, rank_main
-from benchmarks._gpu.machine import console, surroundings
+from benchmarks._gpu.machine import WIDTH, surroundings
+from benchmarks.harness import tables
+from benchmarks.harness.results import write
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
@@ -93,11 +93,11 @@ def _read(said: Path) -> dict[str, Any]:
     return found
 
 
-def show(result: dict[str, Any], out: Console) -> None:
+def show(result: dict[str, Any]) -> None:
     """Print the table."""
     title = f"ResNet-20, CIFAR-10, {result['ranks']} ranks x {result['batch']} images on one {result['device']}"
-    columns = ("epochs", "test accuracy %", "the best", "ms a step", "fewer bytes", "over", "")
-    table = Table("method", *columns, title=title, caption=f"wanted: {result['epochs']} epochs; {result['software']}")
+    head = ("method", "epochs", "test accuracy %", "the best", "ms a step", "fewer bytes", "over", "")
+    rows = []
     for name, row in result["methods"].items():
         curve = row["curve"]
         last, best = (
@@ -105,8 +105,8 @@ def show(result: dict[str, Any], out: Console) -> None:
         )
         speed = f"{row['ms_per_step']:.1f}" if "ms_per_step" in row else "-"
         ratio = f"{row['ratio']:.1f} x" if "ratio" in row else "-"
-        table.add_row(name, str(len(curve)), last, best, speed, ratio, row["backend"], row.get("error", "")[:60])
-    out.print(table)
+        rows.append((name, str(len(curve)), last, best, speed, ratio, row["backend"], row.get("error", "")[:60]))
+    tables.show(head, rows, title, f"wanted: {result['epochs']} epochs; {result['software']}", width=WIDTH)
 
 
 def main() -> None:
@@ -145,11 +145,10 @@ def main() -> None:
 
         def save(found: dict[str, Any], name: str = name) -> None:
             result["methods"][name] = found
-            if arguments.json:
-                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            write(arguments.json, result)
 
         save(_try(told | METHODS[name], usable, deadline, len(arguments.methods) - number, save))
-    show(result, console())
+    show(result)
 
 
 def _try(

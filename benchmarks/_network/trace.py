@@ -25,6 +25,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._network import methods
+from benchmarks._network.hooks import nothing
 from lightning_compress import Compression, attach
 from lightning_compress.collectives import CountingCollective
 from lightning_compress.engine.attach import BUCKET_CAP_MB
@@ -180,12 +181,12 @@ class Recorder:
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # DDP looks
             start = time.perf_counter()
-            buffer = bucket.buffer()
+            buffer, done = bucket.buffer(), nothing(state, bucket)  # type: ignore[no-untyped-call]
             if self._on:
                 self._ready(bucket)
             if name == "no communication":
                 self._since = time.perf_counter()
-                return _done(buffer)
+                return done
             message = buffer.to(dtype) if dtype else buffer
             message.div_(dist.get_world_size())
             chunks = self._step["chunks"][-1] if self._on else []
@@ -195,7 +196,7 @@ class Recorder:
                 self._turn.pass_on()
                 dist.all_reduce(message)
                 self._turn.take()
-                future = _done(message)
+                future = done
             else:
                 future = dist.all_reduce(message, async_op=True).get_future()
 
@@ -234,9 +235,3 @@ def quicker(trace: dict[str, Any], factor: float) -> dict[str, Any]:
 
     steps = [{part: scaled(value) for part, value in step.items()} for step in trace["steps"]]
     return {"buckets": trace["buckets"], "steps": steps}
-
-
-def _done(buffer: Tensor) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(buffer)
-    return future

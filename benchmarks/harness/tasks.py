@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks._target.characters import Characters
+from benchmarks.harness.models import perceptron
 
 BATCH = 16
 INPUTS, HIDDEN, OUTPUTS = 64, 128, 16
@@ -20,9 +20,7 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (INPUTS, HIDDEN, HIDDEN, OUTPUTS)
-        layers = [nn.Linear(*each) for each in pairwise(widths)]
-        self.layers = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+        self.layers = perceptron(INPUTS, HIDDEN, HIDDEN, OUTPUTS)
 
     def forward(self, examples: Tensor) -> Tensor:
         """Mean squared error over the targets' variance; float32 ``[batch, INPUTS + OUTPUTS]``."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.faults import ranks
-from benchmarks.harness.faults.injection import FILLER, INJECTIONS
+from benchmarks.harness.faults.injection import FILLER
 from benchmarks.harness.faults.ranks import Ended
 from benchmarks.harness.faults.training import Job
 from lightning_compress.strategies import sidecar
@@ -210,6 +210,3 @@ def _disk(folder: str, fault: str) -> Iterator[None]:
 def _log(folder: str, rank: int) -> str:
     path = Path(folder, f"rank{rank}.log")
     return path.read_text()[-2000:] if path.exists() else "nothing"
-
-
-__all__ = ["INJECTIONS", "SkippedError", "Trial", "Trials"]
