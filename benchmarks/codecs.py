@@ -54,7 +54,7 @@ def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:
             vector.copy_(source)
             _time(times, (name, "encode"), _encode, plan, vector, messages[name][0], key)
             if key == 0:
-                errors[name] = _relative_error(vector, source)
+                errors[name] = float(vector.double().square().sum() / source.double().square().sum())
             _time(times, (name, "decode"), plan.decode, messages[name][:, : plan.used], out, 1.0, True)
     copy = min(times["copy", ""])
     rows = []
@@ -78,16 +78,13 @@ def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print a table, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--numel", type=positive, help="elements of the vector (default: 2^23; on a GPU 25 MB and 1 GB)"
-    )
-    parser.add_argument("--repeats", type=positive, default=20, help="rounds, at the most on a GPU (default: 20)")
-    parser.add_argument(
-        "--seconds", type=above_zero, default=600, help="for all of it, on a GPU (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--codecs", type=some_of(CASES), help=f"some of {', '.join(CASES)}, by commas (default: all)")
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--numel", type=positive, help="elements of the vector (default: 2^23; on a GPU 25 MB and 1 GB)")
+    add("--repeats", type=positive, default=20, help="rounds, at the most on a GPU (default: 20)")
+    add("--seconds", type=above_zero, default=600, help="for all of it, on a GPU (default: %(default)s)")
+    add("--json", type=file_to_write, metavar="FILE", help="write the figures there too")
+    add("--codecs", type=some_of(CASES), help=f"some of {', '.join(CASES)}, by commas (default: all)")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; --device cpu measures on the CPU")
@@ -115,10 +112,6 @@ def _time(
     start = time.thread_time()
     function(*args)
     times.setdefault(name, []).append(1e3 * (time.thread_time() - start))
-
-
-def _relative_error(residual: Tensor, source: Tensor) -> float:
-    return float(residual.double().square().sum() / source.double().square().sum())
 
 
 def _surroundings(numel: int, repeats: int) -> dict[str, Any]:

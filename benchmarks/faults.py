@@ -15,6 +15,7 @@ import itertools
 import statistics
 import sys
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -47,7 +48,7 @@ def main() -> None:
         if name in results:
             continue
         try:
-            results[name] = trials.run(fault, method, size, seed).as_dict()
+            results[name] = asdict(trials.run(fault, method, size, seed))
         except SkippedError as error:
             console.print(f"{fault}: left out, {error}")
             continue

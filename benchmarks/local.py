@@ -13,7 +13,6 @@ Runs that the JSON file has already are not repeated, so that it may be interrup
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 
 from benchmarks._local import LOCAL, ROTATED
 from benchmarks.harness.launch import run_beside
-from benchmarks.harness.results import Results
+from benchmarks.harness.results import Results, write_table
 from benchmarks.harness.tables import show
 from benchmarks.harness.tasks import Task
 from benchmarks.harness.training import Run, descend, work
@@ -74,10 +73,7 @@ def print_and_write(found: list[dict[str, Any]], path: Path | None) -> None:
     cells = ((f"{row[each]:.4f}" if each == "loss" else str(row.get(each, "")) for each in columns) for row in found)
     show(columns, cells, f"character LSTM, AdamW, {RANKS} ranks: held-out loss by learning rate and seed")
     if path is not None:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(found)
+        write_table(path, columns, ((row.get(each, "") for each in columns) for row in found))
 
 
 def main() -> None:

@@ -83,18 +83,17 @@ def table(results: Results, runs: list[Run]) -> None:
 def main() -> None:
     """Run what is missing in processes of one group, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="folder that holds multi30k, for the LSTM")
-    parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--model", choices=TASKS, default="lstm")
-    parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument(
-        "--exchange", choices=EXCHANGES, default="auto", help="same: sums take as many bits as gradients"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--tune", action="store_true", help="dense only, with every learning rate in RATES")
+    add = parser.add_argument
+    add("--root", type=Path, help="folder that holds multi30k, for the LSTM")
+    add("--json", type=Path, required=True, help="results so far; written after every run")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add("--optimizers", nargs="+", choices=RATES, default=list(RATES))
+    add("--model", choices=TASKS, default="lstm")
+    add("--ranks", type=int, default=RANKS)
+    add("--exchange", choices=EXCHANGES, default="auto", help="same: sums take as many bits as gradients")
+    add("--seeds", type=int, nargs="+", default=[0, 1])
+    add("--steps", type=int, default=300)
+    add("--tune", action="store_true", help="dense only, with every learning rate in RATES")
     arguments = parser.parse_args()
     if arguments.model == "lstm" and arguments.root is None:
         parser.error("--root is needed for the LSTM")

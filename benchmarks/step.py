@@ -37,13 +37,8 @@ def tasks_of(arguments: argparse.Namespace) -> list[isolated.Task]:
     """What is measured, the targets first; a trace of the first alone."""
     pairs = [(model, precision) for model in arguments.models for precision in arguments.precisions]
     each = 0.3 * arguments.seconds / len(pairs)  # the rest is setting up, and starting a process
-    shared = {"methods": arguments.methods, "ranks": arguments.ranks, "device": arguments.device}
-    shared |= {
-        "bucket_mb": arguments.bucket_mb,
-        "small": arguments.small,
-        "seconds": each,
-        "setup": min(150.0, 0.4 * arguments.seconds),
-    }
+    shared = {name: getattr(arguments, name) for name in ("methods", "ranks", "device", "bucket_mb", "small")}
+    shared |= {"seconds": each, "setup": min(150.0, 0.4 * arguments.seconds)}
     tasks = [{"model": model, "precision": precision, **shared, "trace": None} for model, precision in pairs]
     tasks[0]["trace"] = arguments.trace
     return tasks
@@ -54,9 +49,7 @@ def rows(tasks: Sequence[isolated.Task], deadline: float) -> Iterator[isolated.R
     again = []
     for row in isolated.run(measure, tasks, deadline, MOST_SECONDS):
         if "broken" in row:
-            task = next(
-                each for each in tasks if each["model"] == row["model"] and each["precision"] == row["precision"]
-            )
+            task = {name: row[name] for name in tasks[0]}
             again.append({**task, "methods": [each for each in task["methods"] if each != row["broken"]]})
         yield row
     if again:

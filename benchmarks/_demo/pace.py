@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness.lab import bits_per_second
 from lightning_compress import Compression
 from lightning_compress.collectives import Collective, CountingCollective, TorchCollective
 from lightning_compress.collectives.collective import Operation, Overlapping, Wait
@@ -32,6 +33,10 @@ class Wire:
         self.bytes_per_s: float | None = None
         self._free = 0.0
         self.counted = 0
+
+    def limit(self, rate: str | None) -> None:
+        """Carry as ``set_rate`` has a real link send."""
+        self.bytes_per_s = bits_per_second(rate) / 8 if rate else None
 
     def carry(self, size: int) -> Callable[[], None]:
         """Begin to carry so many bytes; return a function that waits until they have arrived."""

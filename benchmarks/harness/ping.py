@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Any
 
 PORT = 29501
 TIMES = 10
@@ -46,8 +45,3 @@ def _reached(master: str) -> socket.socket:
         else:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
-
-
-def find(told: dict[str, Any]) -> dict[str, Any]:
-    """Of a rank that does nothing else."""
-    return {}

@@ -64,19 +64,18 @@ def spanned() -> Iterator[Span]:
 
 
 def main(module: str, told: dict[str, Any]) -> None:
-    """Write what the module's ``find`` returns to a file, and the round trip where there are links.
+    """Write what the module's ``find`` returns to a file, and the round trip.
 
     Args:
         module: its ``find`` is called with ``told`` when the ranks have met.
-        told: ``meet``, ``rank``, ``ranks``, and ``result``, the file; ``master``, the first rank's address, if ranks
-            have links of their own; and what is for ``find``.
+        told: ``meet``, ``rank``, ``ranks``, and ``result``, the file; ``master``, the first rank's address; and
+            what is for ``find``.
     """
     find = importlib.import_module(module).find  # first: an import takes seconds, and the others would wait
     join(told["meet"], told["rank"], told["ranks"])
     found = find(told)
     dist.barrier()
-    if told["master"]:
-        found |= {"ping_ms": round_trip_ms(told["rank"], told["ranks"], told["master"])}
+    found |= {"ping_ms": round_trip_ms(told["rank"], told["ranks"], told["master"])}
     Path(told["result"]).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ def write(path: Path | None, found: Any) -> None:
     """Write JSON to a file, if there is to be one."""
     if path is not None:
         path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def write_table(path: Path, head: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    """Write a CSV file: the names of its columns, and rows."""
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows((head, *rows))
 
 
 def row_of(path: Path, key: Mapping[str, object], run: Callable[[], Mapping[str, object]]) -> dict[str, str]:

@@ -7,9 +7,8 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -71,10 +70,6 @@ class Trial:
     repeated: int = 0
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 class SkippedError(Exception):
