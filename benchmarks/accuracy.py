@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from functools import partial
 
 from benchmarks._arguments import file_to_write, natural, plain_errors, positive
 from benchmarks.harness.results import Results
@@ -71,8 +70,8 @@ def main() -> None:
     shared = [f"trainer.devices={ranks}", f"data.batch_size={batch}", f"exchange={exchange}"]
     for seed in arguments.seeds:
         for method in arguments.methods:
-            given = [*METHODS[method], *shared], arguments.root, seed
-            results.of(f"{method}/{seed}{suffix}", partial(train, *given))
+            if (name := f"{method}/{seed}{suffix}") not in results:
+                results[name] = train([*METHODS[method], *shared], arguments.root, seed)
     for method in arguments.methods:
         found = [results[f"{method}/{seed}{suffix}"] for seed in arguments.seeds]
         accuracies = [each["accuracy"] for each in found]

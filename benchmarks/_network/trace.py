@@ -181,24 +181,21 @@ class Recorder:
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # DDP looks
             start = time.perf_counter()
-            buffer, done = bucket.buffer(), nothing(state, bucket)  # type: ignore[no-untyped-call]
+            buffer = bucket.buffer()
             if self._on:
                 self._ready(bucket)
             if name == "no communication":
                 self._since = time.perf_counter()
-                return done
+                return nothing(state, bucket)  # type: ignore[no-untyped-call]
             message = buffer.to(dtype) if dtype else buffer
             message.div_(dist.get_world_size())
             chunks = self._step["chunks"][-1] if self._on else []
             chunks.append(time.perf_counter() - start)
-            alone = self._on and self._turn.one_by_one
-            if alone:
+            future = dist.all_reduce(message, async_op=True).get_future()
+            if self._on and self._turn.one_by_one:
                 self._turn.pass_on()
-                dist.all_reduce(message)
+                future.wait()
                 self._turn.take()
-                future = done
-            else:
-                future = dist.all_reduce(message, async_op=True).get_future()
 
             def finish(reduced: Future[Any]) -> Tensor:
                 begin = time.perf_counter()

@@ -26,12 +26,6 @@ class Results(dict[str, Any]):
         super().__setitem__(name, found)
         write(self._path, self)
 
-    def of(self, name: str, run: Callable[[], Any]) -> Any:
-        """What a run found; it is run if it is not there."""
-        if name not in self:
-            self[name] = run()
-        return self[name]
-
 
 def write(path: Path | None, found: Any) -> None:
     """Write JSON to a file, if there is to be one."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import network
-from benchmarks._gossip.rank import METHODS as OVER_LINKS
+from benchmarks._gossip.network import METHODS as OVER_LINKS
 from benchmarks._network import methods, plot, show
 from benchmarks._network.arguments import names
 from benchmarks.harness import lab, relay
