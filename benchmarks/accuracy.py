@@ -9,14 +9,13 @@ on two idle cores. Runs that the JSON file has already are not repeated, so that
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 
-from benchmarks._arguments import file_to_write, natural, plain_errors, positive
+from benchmarks._arguments import described, file_to_write, natural, plain_errors, positive
 from benchmarks.harness.results import Results
 from benchmarks.harness.tables import show
 from recipes.tables.lineage import exit_on_sigterm, start_lineage
@@ -52,7 +51,7 @@ def train(overrides: list[str], root: str, seed: int) -> dict[str, float]:
 @plain_errors()
 def main() -> None:
     """Run what is missing, one after the other, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--root", required=True, help="folder that holds cifar-10-batches-bin")
     parser.add_argument("--json", type=file_to_write, required=True, help="results so far; written after every run")
     parser.add_argument("--seeds", type=natural, nargs="+", default=[0, 1])

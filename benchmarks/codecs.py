@@ -10,11 +10,8 @@ a GPU the median counts, for a bucket of 25 MB and a vector of 1 GB, with kernel
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from torch import Tensor
 from benchmarks._arguments import above_zero, file_to_write, positive, some_of
 from benchmarks._codecs import CASES, Case, plan_of
 from benchmarks._gpu import codecs_table
+from benchmarks._gpu.machine import surroundings
 from benchmarks.harness.results import write
 from benchmarks.harness.tables import show
 from lightning_compress.codecs import Plan
@@ -93,9 +91,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     numel = args.numel or 1 << 23
-    result = _surroundings(numel, args.repeats) | measure(
-        {name: CASES[name] for name in args.codecs or CASES}, numel, args.repeats
-    )
+    result = surroundings(torch.device("cpu")) | {"numel": numel, "repeats": args.repeats}
+    result |= measure({name: CASES[name] for name in args.codecs or CASES}, numel, args.repeats)
     _show(result)
     write(args.json, result)
 
@@ -114,18 +111,9 @@ def _time(
     times.setdefault(name, []).append(1e3 * (time.thread_time() - start))
 
 
-def _surroundings(numel: int, repeats: int) -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next((line.split(":")[1].strip() for line in info.open() if line.startswith("model name")), cpu)
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"torch": torch.__version__, "cpu": cpu, "date": date, "numel": numel, "repeats": repeats}
-
-
 def _show(result: dict[str, Any]) -> None:
     title = f"{result['numel']:,} elements, one thread; copy_ takes {result['copy_ms']:.2f} ms"
-    caption = f"bits per element, squared error on N(0, 1); {result['cpu']}, torch {result['torch']}"
+    caption = f"bits per element, squared error on N(0, 1); {result['device']}, {result['software']}"
     rows = (
         (
             row["codec"],

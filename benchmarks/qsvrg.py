@@ -19,12 +19,11 @@ that (``BoundedStaleness``). They meet at the end of an epoch.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
 
-from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive
+from benchmarks._arguments import above_zero, described, file_to_write, natural, plain_errors, positive
 from benchmarks._qsvrg.problem import Problem
 from benchmarks._qsvrg.training import Method, Training, distances, late_distances
 from benchmarks.harness.results import write_table
@@ -63,7 +62,7 @@ def write(found: dict[str, list[float]], bits: dict[str, float], path: Path) -> 
 @plain_errors()
 def main() -> None:
     """Train by every method and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     add = parser.add_argument
     add("--ranks", type=positive, default=4)
     add("--epochs", type=positive, default=Training.epochs)

@@ -13,13 +13,12 @@ ones.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
-from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive
+from benchmarks._arguments import above_zero, described, file_to_write, plain_errors, positive
 from benchmarks._scale.prediction import CPU, WAYS, Figures, predict
 from benchmarks._scale.simulated import Cluster
 from benchmarks.harness import tables
@@ -63,7 +62,7 @@ def show(found: dict[str, dict[int, Figures]], title: str) -> None:
 @plain_errors()
 def main() -> None:
     """Predict, or check predictions."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     add = parser.add_argument
     add("--numel", type=positive, default=25_000_000, help="of a model's gradient, in one bucket")
     add("--gbit", type=above_zero, default=10.0, help="of a node's network card")

@@ -31,7 +31,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks._arguments import above_zero, file_to_write, plain_errors, some_of
+from benchmarks._arguments import above_zero, described, file_to_write, plain_errors, some_of
 from benchmarks._target.parts import Clock, measure, table, train
 from benchmarks._target.show import TARGETS, draw, write_csv
 from benchmarks._target.steps import Steps
@@ -42,7 +42,7 @@ from benchmarks._target.times import Times
 
 def parse() -> argparse.Namespace:
     """Return the command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     add = parser.add_argument
     add("--part", choices=("steps", "times", "table"), required=True)
     add("--task", type=some_of(TASKS), default=["a"], help=f"some of {','.join(TASKS)}, by commas (a)")

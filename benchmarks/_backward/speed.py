@@ -43,8 +43,7 @@ def recurrent(cell: type[nn.LSTM | nn.GRU], width: int, batch: int, steps: int, 
     """One recurrent layer, whose inputs are as wide as its outputs."""
     once = "once" if per_sequence else "each step"
     label = f"{cell.__name__} {width}, batch {batch}, {steps} steps, k {100 * k:g} % {once}"
-    make = lambda: Outputs(cell(width, width))  # noqa: E731
-    return Case(label, k, make, (steps, batch, width), True, per_sequence=per_sequence)
+    return Case(label, k, lambda: Outputs(cell(width, width)), (steps, batch, width), True, per_sequence=per_sequence)
 
 
 def linear(width: int, batch: int, k: int | float, memory: float = 0.0) -> Case:

@@ -8,7 +8,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,9 +21,8 @@ from benchmarks._demo.pace import Wire, pace
 from benchmarks.harness.lab import bits_per_second, set_rate
 from lightning_compress import CompressedDDPStrategy
 from recipes import task as recipe
-from recipes.config import build
+from recipes.config import CONF, build
 
-CONF = Path(__file__).parents[2] / "conf"
 QUIET = [
     "trainer=cpu_2proc",
     "trainer.enable_progress_bar=false",

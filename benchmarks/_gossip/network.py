@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from benchmarks._gossip import methods
 from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.show import FREE, kappa
 from benchmarks.harness.lab import Lab
@@ -59,20 +61,16 @@ def _compressed(codec: Codec) -> Callable[[int], Step]:
 
 
 def _gossip(
-    compressor: object, every: int = 1, algorithm_: object = "dpsgd", topology: str = "ring"
+    algorithm: object, compressor: object = None, topology: str = "ring", every: int = 1
 ) -> Callable[[int], Step]:
     def make(numel: int) -> Step:
-        algorithm, ranks = build_algorithm(algorithm_), TorchCollective()
-        neighbours = Neighbours(ranks, algorithm.fit_topology(build_topology(topology, ranks.size), None))
-        compressor_ = build_gossip_compressor(compressor, algorithm)
-        mixing = algorithm.begin(torch.zeros(numel), neighbours, compressor_, Layout.of([("x", (numel,))]), 0)
+        algorithm_, ranks = build_algorithm(algorithm), TorchCollective()
+        neighbours = Neighbours(ranks, algorithm_.fit_topology(build_topology(topology, ranks.size), None))
+        compressor_ = build_gossip_compressor(compressor, algorithm_)
+        mixing = algorithm_.begin(torch.zeros(numel), neighbours, compressor_, Layout.of([("x", (numel,))]), 0)
         return lambda vector, step: mixing.mix(vector, 0.1) if (step + 1) % every == 0 else None
 
     return make
-
-
-def _sgp(delay: int) -> Callable[[int], Step]:
-    return _gossip(None, 1, {"name": "sgp", "delay": delay}, "one_peer_exponential")
 
 
 def _moniqua(bits: int) -> dict[str, object]:
@@ -137,10 +135,6 @@ class Asynchronous:
         self.gossip.close()
 
 
-def _asynchronous(compressor: object) -> Callable[[int], Step]:
-    return lambda numel: Asynchronous(numel, compressor)
-
-
 METHODS: dict[str, Callable[[int], Step]] = {
     "no communication": lambda numel: lambda vector, step: None,
     DDP: _all_reduce(1),
@@ -149,15 +143,13 @@ METHODS: dict[str, Callable[[int], Step]] = {
     "rotated, 4 bits": _compressed(Rotated()),
     "onebit": _compressed(OneBit()),
     f"local SGD, every {LOCAL_STEPS}": _all_reduce(LOCAL_STEPS),
-    "D-PSGD": _gossip(None),
-    "SGP": _sgp(0),
-    "SGP, used a round later": _sgp(1),
-    "Moniqua, 8 bits": _gossip(_moniqua(8)),
-    "Moniqua, 1 bit": _gossip(_moniqua(1)),
-    f"Moniqua, 8 bits, every {LOCAL_STEPS}": _gossip(_moniqua(8), LOCAL_STEPS),
-    "AD-PSGD": _asynchronous(None),
-    "AD-PSGD, Moniqua, 8 bits": _asynchronous("moniqua"),
-    "AD-PSGD, Moniqua, 4 bits": _asynchronous({"name": "moniqua", "bits": 4}),
+    **{name: _gossip(**methods.METHODS[name]) for name in ("D-PSGD", "SGP", "SGP, used a round later")},
+    "Moniqua, 8 bits": _gossip("dpsgd", _moniqua(8)),
+    "Moniqua, 1 bit": _gossip("dpsgd", _moniqua(1)),
+    f"Moniqua, 8 bits, every {LOCAL_STEPS}": _gossip("dpsgd", _moniqua(8), every=LOCAL_STEPS),
+    "AD-PSGD": partial(Asynchronous, compressor=None),
+    "AD-PSGD, Moniqua, 8 bits": partial(Asynchronous, compressor="moniqua"),
+    "AD-PSGD, Moniqua, 4 bits": partial(Asynchronous, compressor={"name": "moniqua", "bits": 4}),
 }
 
 

@@ -44,6 +44,7 @@ from recipes.resnet.model import ResNet
 from recipes.task import lr_factor, parameter_groups
 
 Images = tuple[Tensor, Tensor]
+Found = dict[str, Any]
 REFERENCE = 128
 """Images of a minibatch that the learning rate of 0.1 is meant for."""
 WARM_EPOCHS = 2
@@ -227,7 +228,7 @@ class Loop:
             file.write(json.dumps(row) + "\n")
 
 
-def train(told: dict[str, Any], deadline: float, save: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+def train(told: Found, deadline: float, save: Callable[[Found], object]) -> Found:
     """Train with one method, in processes of their own.
 
     Args:
@@ -297,19 +298,18 @@ def main() -> None:
     from recipes.resnet.cifar10 import FOLDER  # imports Lightning, which takes seconds
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("data"), help=f"folder that holds {FOLDER}/, or its files")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument(
-        "--backends", nargs="+", choices=("nccl", "gloo"), default=["nccl", "gloo"], help="tried in turn"
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=128, help="images a rank and step (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=60, help="at the most (default: %(default)s)")
-    parser.add_argument("--images", type=int, help="train on the first so many only")
-    parser.add_argument("--weight-decay", type=float, default=5e-4)
-    parser.add_argument("--seconds", type=float, default=1800, help="for all of it (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the curves there")
+    add = parser.add_argument
+    add("--data", type=Path, default=Path("data"), help=f"folder that holds {FOLDER}/, or its files")
+    add("--device", choices=("cpu", "cuda"), default="cuda")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add("--backends", nargs="+", choices=("nccl", "gloo"), default=["nccl", "gloo"], help="tried in turn")
+    add("--ranks", type=int, default=2)
+    add("--batch", type=int, default=128, help="images a rank and step (default: %(default)s)")
+    add("--epochs", type=int, default=60, help="at the most (default: %(default)s)")
+    add("--images", type=int, help="train on the first so many only")
+    add("--weight-decay", type=float, default=5e-4)
+    add("--seconds", type=float, default=1800, help="for all of it (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write the curves there")
     arguments = parser.parse_args()
     nested = arguments.data / FOLDER
     data = nested if nested.is_dir() else arguments.data
@@ -334,13 +334,7 @@ def main() -> None:
     show(result)
 
 
-def _try(
-    told: dict[str, Any],
-    backends: list[str],
-    deadline: float,
-    left: int,
-    save: Callable[[dict[str, Any]], object],
-) -> dict[str, Any]:
+def _try(told: Found, backends: list[str], deadline: float, left: int, save: Callable[[Found], object]) -> Found:
     """Train over the first back end that works; those that do not are dropped."""
     while True:
         seconds = (deadline - time.monotonic()) / left

@@ -41,9 +41,13 @@ class Turn:
 
     Args:
         path: a file that is there for all; None: they all compute whenever they can.
+
+    Attributes:
+        one_by_one: there is one.
     """
 
     def __init__(self, path: str | None) -> None:
+        self.one_by_one = path is not None
         self._file = Path(path).open("w") if path else None  # noqa: SIM115  # as long as the process
 
     def take(self) -> None:
@@ -55,11 +59,6 @@ class Turn:
         """Before anything is waited for that another rank does."""
         if self._file:
             fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    @property
-    def one_by_one(self) -> bool:
-        """Whether there is one."""
-        return self._file is not None
 
 
 class Recorder:

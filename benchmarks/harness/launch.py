@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 import torch.multiprocessing
 
 from benchmarks.harness.lab import Lab, die_with_parent
-from benchmarks.harness.rank import join
+from benchmarks.harness.rank import join, leave
 
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "OMP_NUM_THREADS": "1"}
 """For glibc, which would give gradients' memory back in some runs and not in others: page faults then take up to 10 ms
@@ -113,7 +112,4 @@ def _rank_beside(rank: int, folder: Path, ranks: int, work: Callable[..., Any], 
         die_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     join(f"file://{folder}/store", rank, ranks)
-    found = work(*given)
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(Path(folder, f"rank{rank}.json"), work(*given))

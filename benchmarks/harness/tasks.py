@@ -33,10 +33,9 @@ class Learning:
     """A function, the same for everybody, by examples; see ``Characters``."""
 
     def __init__(self, root: Path | None = None) -> None:
-        state = torch.get_rng_state()
-        torch.manual_seed(1234)
-        self._network = MLP().layers
-        torch.set_rng_state(state)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1234)
+            self._network = MLP().layers
         self._held_out = self._draw(4096, torch.Generator().manual_seed(99))
 
     @torch.no_grad()
