@@ -1,4 +1,4 @@
-"""What the command lines share: numbers and files that are looked at before anything runs, and errors in a line."""
+"""What the command lines share: help, numbers and files that are looked at before anything runs, errors in a line."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def described(text: str | None) -> argparse.ArgumentParser:
+    """A command line whose help is a module's docstring, line by line."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def positive(text: str) -> int:
-    """A whole number from 1 on; for argparse, as all of these."""
+    """A whole number from 1 on; for argparse, as the next ones."""
     return _whole(text, least=1)
 
 

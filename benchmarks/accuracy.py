@@ -9,15 +9,13 @@ on two idle cores. Runs that the JSON file has already are not repeated, so that
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from functools import partial
 
-from benchmarks._arguments import file_to_write, natural, plain_errors, positive
+from benchmarks._arguments import described, file_to_write, natural, plain_errors, positive
 from benchmarks.harness.results import Results
 from benchmarks.harness.tables import show
 from recipes.tables.lineage import exit_on_sigterm, start_lineage
@@ -53,7 +51,7 @@ def train(overrides: list[str], root: str, seed: int) -> dict[str, float]:
 @plain_errors()
 def main() -> None:
     """Run what is missing, one after the other, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--root", required=True, help="folder that holds cifar-10-batches-bin")
     parser.add_argument("--json", type=file_to_write, required=True, help="results so far; written after every run")
     parser.add_argument("--seeds", type=natural, nargs="+", default=[0, 1])
@@ -71,8 +69,8 @@ def main() -> None:
     shared = [f"trainer.devices={ranks}", f"data.batch_size={batch}", f"exchange={exchange}"]
     for seed in arguments.seeds:
         for method in arguments.methods:
-            given = [*METHODS[method], *shared], arguments.root, seed
-            results.of(f"{method}/{seed}{suffix}", partial(train, *given))
+            if (name := f"{method}/{seed}{suffix}") not in results:
+                results[name] = train([*METHODS[method], *shared], arguments.root, seed)
     for method in arguments.methods:
         found = [results[f"{method}/{seed}{suffix}"] for seed in arguments.seeds]
         accuracies = [each["accuracy"] for each in found]

@@ -12,13 +12,12 @@ file, and is not repeated.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 from functools import partial
 from pathlib import Path
 
-from benchmarks._arguments import file_to_write, positive, positives
+from benchmarks._arguments import described, file_to_write, positive, positives
 from benchmarks._gossip.data import Data, Digits, Pictures
 from benchmarks._gossip.methods import ASYNCHRONOUS
 from benchmarks._gossip.training import Job, run_as_processes
@@ -91,7 +90,7 @@ def _trained(job: Job, data: Data) -> dict[str, str]:
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parts = parser.add_subparsers(dest="what", required=True)
     slow = parts.add_parser("straggler", help="what a slow rank costs the others")
     slow.add_argument("--ranks", type=positives, default=[4, 8], help="by commas (4,8)")

@@ -9,13 +9,11 @@ of the rounds' ratios, of the backward pass alone and of the whole training step
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from rich.console import Console
 from torch import nn
 
-from benchmarks._arguments import above_zero, plain_errors, positive
+from benchmarks._arguments import above_zero, described, plain_errors, positive
 from benchmarks._backward import speed
 from benchmarks.harness.tables import show
 
@@ -45,7 +43,7 @@ at most 3 x where the forward pass is a third of it."""
 @plain_errors()
 def main() -> None:
     """Measure what was asked for, and print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", default="", help="cases whose label contains this")
     parser.add_argument("--rounds", type=positive, default=30)

@@ -18,7 +18,16 @@ import argparse
 import json
 import statistics
 
-from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive, positives, some_of
+from benchmarks._arguments import (
+    above_zero,
+    described,
+    file_to_write,
+    natural,
+    plain_errors,
+    positive,
+    positives,
+    some_of,
+)
 from benchmarks._network.choosing import AUTO, COMPRESSORS, DDP, Cell, best, chosen, measure_cell, over
 from benchmarks._network.plot import draw, panels
 from benchmarks.harness import tables
@@ -59,7 +68,7 @@ def show(cells: list[Cell]) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     add = parser.add_argument
     add("--models", type=some_of(MODELS), default=list(MODELS), help=f"of {', '.join(MODELS)}, by commas")
     add("--rates", default="100mbit,300mbit,1gbit,3gbit,10gbit")

@@ -10,11 +10,8 @@ a GPU the median counts, for a bucket of 25 MB and a vector of 1 GB, with kernel
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from torch import Tensor
 from benchmarks._arguments import above_zero, file_to_write, positive, some_of
 from benchmarks._codecs import CASES, Case, plan_of
 from benchmarks._gpu import codecs_table
+from benchmarks._gpu.machine import surroundings
 from benchmarks.harness.results import write
 from benchmarks.harness.tables import show
 from lightning_compress.codecs import Plan
@@ -54,7 +52,7 @@ def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:
             vector.copy_(source)
             _time(times, (name, "encode"), _encode, plan, vector, messages[name][0], key)
             if key == 0:
-                errors[name] = _relative_error(vector, source)
+                errors[name] = float(vector.double().square().sum() / source.double().square().sum())
             _time(times, (name, "decode"), plan.decode, messages[name][:, : plan.used], out, 1.0, True)
     copy = min(times["copy", ""])
     rows = []
@@ -78,16 +76,13 @@ def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print a table, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--numel", type=positive, help="elements of the vector (default: 2^23; on a GPU 25 MB and 1 GB)"
-    )
-    parser.add_argument("--repeats", type=positive, default=20, help="rounds, at the most on a GPU (default: 20)")
-    parser.add_argument(
-        "--seconds", type=above_zero, default=600, help="for all of it, on a GPU (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=file_to_write, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--codecs", type=some_of(CASES), help=f"some of {', '.join(CASES)}, by commas (default: all)")
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--numel", type=positive, help="elements of the vector (default: 2^23; on a GPU 25 MB and 1 GB)")
+    add("--repeats", type=positive, default=20, help="rounds, at the most on a GPU (default: 20)")
+    add("--seconds", type=above_zero, default=600, help="for all of it, on a GPU (default: %(default)s)")
+    add("--json", type=file_to_write, metavar="FILE", help="write the figures there too")
+    add("--codecs", type=some_of(CASES), help=f"some of {', '.join(CASES)}, by commas (default: all)")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; --device cpu measures on the CPU")
@@ -96,9 +91,8 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     numel = args.numel or 1 << 23
-    result = _surroundings(numel, args.repeats) | measure(
-        {name: CASES[name] for name in args.codecs or CASES}, numel, args.repeats
-    )
+    result = surroundings(torch.device("cpu")) | {"numel": numel, "repeats": args.repeats}
+    result |= measure({name: CASES[name] for name in args.codecs or CASES}, numel, args.repeats)
     _show(result)
     write(args.json, result)
 
@@ -117,22 +111,9 @@ def _time(
     times.setdefault(name, []).append(1e3 * (time.thread_time() - start))
 
 
-def _relative_error(residual: Tensor, source: Tensor) -> float:
-    return float(residual.double().square().sum() / source.double().square().sum())
-
-
-def _surroundings(numel: int, repeats: int) -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        cpu = next((line.split(":")[1].strip() for line in info.open() if line.startswith("model name")), cpu)
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"torch": torch.__version__, "cpu": cpu, "date": date, "numel": numel, "repeats": repeats}
-
-
 def _show(result: dict[str, Any]) -> None:
     title = f"{result['numel']:,} elements, one thread; copy_ takes {result['copy_ms']:.2f} ms"
-    caption = f"bits per element, squared error on N(0, 1); {result['cpu']}, torch {result['torch']}"
+    caption = f"bits per element, squared error on N(0, 1); {result['device']}, {result['software']}"
     rows = (
         (
             row["codec"],

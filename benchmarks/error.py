@@ -9,12 +9,11 @@ are also tried at a thousandth and a hundred-thousandth of their size. Bits are 
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks._arguments import file_to_write, natural, plain_errors
+from benchmarks._arguments import described, file_to_write, natural, plain_errors
 from benchmarks._plot import Curve, draw
 from benchmarks._sweeps import ORDERS, Step, sweep
 from benchmarks.gradients import FOLDERS, captured
@@ -90,7 +89,7 @@ def show_curves(title: str, curves: dict[str, Curve]) -> None:
 @plain_errors()
 def main() -> None:
     """Print the tables and draw the plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--root", type=Path, required=True, help=f"folder that holds {', '.join(FOLDERS.values())}")
     parser.add_argument("--models", nargs="+", choices=FOLDERS, default=list(FOLDERS))
     parser.add_argument("--after", type=natural, default=60, help="steps before the gradients are taken (at most 69)")

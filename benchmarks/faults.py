@@ -10,16 +10,16 @@ Trials that the JSON file has already are not repeated.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks._arguments import file_to_write, positive, positives, some_of
+from benchmarks._arguments import described, file_to_write, positive, positives, some_of
 from benchmarks.harness.faults.injection import INJECTIONS
 from benchmarks.harness.faults.training import METHODS
 from benchmarks.harness.faults.trial import SkippedError, Trials
@@ -30,7 +30,7 @@ from recipes.tables.lineage import exit_on_sigterm
 
 def main() -> None:
     """Try what is missing, print the table, and fail if anything was lost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--repeats", type=positive, default=8, help="of each fault, over methods and ranks in turn (8)")
     add = parser.add_argument
     add("--faults", type=some_of(INJECTIONS), default=list(INJECTIONS), help="which ones, by commas (default: all)")
@@ -47,7 +47,7 @@ def main() -> None:
         if name in results:
             continue
         try:
-            results[name] = trials.run(fault, method, size, seed).as_dict()
+            results[name] = asdict(trials.run(fault, method, size, seed))
         except SkippedError as error:
             console.print(f"{fault}: left out, {error}")
             continue

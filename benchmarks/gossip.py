@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive, positives
+from benchmarks._arguments import above_zero, described, file_to_write, plain_errors, positive, positives
 from benchmarks._gossip import network
 from benchmarks._gossip.data import Pictures
 from benchmarks._gossip.methods import METHODS
@@ -100,7 +100,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parts = parser.add_subparsers(dest="what", required=True)
     large = parts.add_parser("accuracy", help="ResNet-20 on CIFAR-10")
     add = large.add_argument

@@ -9,7 +9,6 @@ characters a step.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import _language
-from benchmarks._arguments import file_to_write, natural, plain_errors, positive
+from benchmarks._arguments import described, file_to_write, natural, plain_errors, positive
 from lightning_compress import compare
 from recipes.resnet.cifar10 import FOLDER, TRAIN_FILES, read_batches
 from recipes.resnet.model import ResNet
@@ -76,7 +75,7 @@ def captured(model: str, root: Path, after: int, count: int) -> list[Step]:
 @plain_errors()
 def main() -> None:
     """Write the file, and print what each compressor makes of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--root", type=Path, required=True, help=f"folder that holds {' or '.join(FOLDERS.values())}")
     parser.add_argument("--model", choices=MODELS, default="resnet")
     parser.add_argument("--after", type=natural, default=60, help="steps before the first gradient is taken")

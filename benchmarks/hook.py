@@ -12,7 +12,6 @@ monitor measures one step in log_every_n_steps: its cost is that share of what m
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks._arguments import file_to_write, positive
+from benchmarks._arguments import described, file_to_write, positive
 from benchmarks._hook import copies, hooked, safety, step
 from benchmarks._network.hooks import PYTORCH
 from benchmarks.harness.launch import run_beside
@@ -58,7 +57,7 @@ def measure(steps: int, batch: int) -> tuple[dict[str, list[float]], dict[str, f
 
 def main() -> None:
     """Run the ranks and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--steps", type=positive, default=40)
     parser.add_argument("--batch", type=positive, default=64, help="images a rank and step")
@@ -80,11 +79,8 @@ def main() -> None:
     parts_shown = ((name, f"{100 * value:.2f} %") for name, value in [*share.items(), ("all", sum(share.values()))])
     show(("part", "share of a step"), parts_shown, f"onebit, {step_ms:.0f} ms a step, the guard every {every} steps")
     found = copies()
-    show(
-        ("average", "copies"),
-        ((name, f"{value:.2f}") for name, value in found.items()),
-        "a core's time, 12.5 million gradients in 50 matrices",
-    )
+    copies_shown = ((name, f"{value:.2f}") for name, value in found.items())
+    show(("average", "copies"), copies_shown, "a core's time, 12.5 million gradients in 50 matrices")
     write(arguments.json, {"ms": medians, "beyond_ddp": extra, "safety": share, "copies": found})
 
 

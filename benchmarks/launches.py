@@ -11,13 +11,10 @@ DistributedDataParallel's buckets are. The settings are what ``attach`` makes of
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from itertools import groupby
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.harness.launches import calls, launches
+from benchmarks.harness.tables import show
 
 CASES = [
     *((name, "all_gather", 2) for name in ("qsgd", "rotated", "onebit", "efsign", "topk", "dgc", "fft")),
@@ -27,17 +24,13 @@ CASES = [
 ]
 
 
-def table(methods: Sequence[str], ranks: Sequence[int] | None = None) -> Table:
-    """Return the counts of a bucket as a table."""
-    shown = Table("compressor", "exchange", "ranks", "launches", "Triton", "NCCL", "PyTorch", "commit", "calls")
-    for name, exchange, size in CASES:
-        if name in methods and (ranks is None or size in ranks):
-            started = launches(name, exchange, size)
-            by = [sum(each.startswith(kind) for each in started.average) for kind in ("triton", "NCCL")]
-            total = len(started.average)
-            figures = total, *by, total - sum(by), len(started.commit), calls(name, exchange, size)
-            shown.add_row(name, exchange, str(size), *map(str, figures))
-    return shown
+def counts(name: str, exchange: str, size: int) -> tuple[str, ...]:
+    """A row of the table."""
+    started = launches(name, exchange, size)
+    by = [sum(each.startswith(kind) for each in started.average) for kind in ("triton", "NCCL")]
+    total = len(started.average)
+    figures = size, total, *by, total - sum(by), len(started.commit), calls(name, exchange, size)
+    return name, exchange, *map(str, figures)
 
 
 def main() -> None:
@@ -48,13 +41,14 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, help="2 for all_gather; 4, 8, 64 for two_shot (default: all)")
     parser.add_argument("--show", action="store_true", help="print each launch, too")
     arguments = parser.parse_args()
-    console = Console(soft_wrap=True)
-    console.print(table(arguments.methods, arguments.ranks))
-    for name, exchange, size in CASES if arguments.show else ():
-        if name in arguments.methods and (arguments.ranks is None or size in arguments.ranks):
-            runs = ((what, len(list(run))) for what, run in groupby(launches(name, exchange, size).average))
-            said = (what if count == 1 else f"{what} ({count} x)" for what, count in runs)
-            console.print(f"{name} {exchange} {size}:", *said, markup=False)
+    chosen = [case for case in CASES if case[0] in arguments.methods]
+    chosen = [case for case in chosen if not arguments.ranks or case[2] in arguments.ranks]
+    head = ("compressor", "exchange", "ranks", "launches", "Triton", "NCCL", "PyTorch", "commit", "calls")
+    show(head, [counts(*case) for case in chosen])
+    for name, exchange, size in chosen if arguments.show else ():
+        runs = ((what, len(list(run))) for what, run in groupby(launches(name, exchange, size).average))
+        said = (what if count == 1 else f"{what} ({count} x)" for what, count in runs)
+        print(f"{name} {exchange} {size}:", *said)
 
 
 if __name__ == "__main__":

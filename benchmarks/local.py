@@ -13,23 +13,18 @@ Runs that the JSON file has already are not repeated, so that it may be interrup
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks._local import LOCAL, ROTATED, Local
+from benchmarks._local import LOCAL, ROTATED
 from benchmarks.harness.launch import run_beside
-from benchmarks.harness.results import Results
+from benchmarks.harness.results import Results, write_table
 from benchmarks.harness.tables import show
-from benchmarks.harness.tasks import Learning, Reading
+from benchmarks.harness.tasks import Task
 from benchmarks.harness.training import Run, descend, work
-from lightning_compress import attach
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
@@ -42,27 +37,9 @@ METHODS: dict[str, dict[str, Any]] = {
 RATES, SEEDS, RANKS, STEPS = (5e-3, 1e-2, 2e-2), (0, 1), 4, 600
 
 
-def train(run: Run, task: Reading | Learning) -> dict[str, float]:
-    """One run, on this rank: held-out loss, how many times fewer bytes a rank sends than stock DDP, seconds."""
-    start = time.perf_counter()
-    torch.manual_seed(run["seed"])
-    model = task.model()
-    given = METHODS[run["method"]]
-    local = Local(model, given, seed=run["seed"]) if "rounds" in given else None
-    trained = model if local else DistributedDataParallel(model)
-    compression = attach(trained, **given, seed=run["seed"]) if isinstance(trained, DistributedDataParallel) else None
-    optimizer = torch.optim.AdamW(model.parameters(), run["rate"])
-    generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())
-    after = local.after if local is not None else lambda: None
-    descend(lambda: trained(task.batch(generator)), optimizer, run["steps"], after=after)
-    if local is not None:
-        local.finish()
-        sent, plain = local.bytes_sent, local.bytes_dense
-        local.close()
-    if compression is not None:
-        sent, plain = compression.meter.bytes_sent, compression.meter.bytes_dense
-        compression.close()
-    return {"held_out": task.held_out_loss(model), "ratio": plain / sent, "seconds": time.perf_counter() - start}
+def train(run: Run, task: Task) -> dict[str, float]:
+    """One run, on this rank; see ``descend``."""
+    return descend(run, task, METHODS[run["method"]], torch.optim.AdamW)
 
 
 def name(run: Run) -> str:
@@ -96,10 +73,7 @@ def print_and_write(found: list[dict[str, Any]], path: Path | None) -> None:
     cells = ((f"{row[each]:.4f}" if each == "loss" else str(row.get(each, "")) for each in columns) for row in found)
     show(columns, cells, f"character LSTM, AdamW, {RANKS} ranks: held-out loss by learning rate and seed")
     if path is not None:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(found)
+        write_table(path, columns, ((row.get(each, "") for each in columns) for row in found))
 
 
 def main() -> None:

@@ -65,21 +65,20 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def results(arguments: argparse.Namespace, ranks: int, rate: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What one rank number and one rate give."""
-    limit = None if rate == "none" else rate
-    what = (arguments.model, arguments.methods, arguments.steps, arguments.rounds, arguments.warm)
-    task = (ranks, limit, *what, arguments.delay_ms)
+    link = ranks, None if rate == "none" else rate, arguments.delay_ms
+    told = {name: getattr(arguments, name) for name in ("model", "methods", "steps", "rounds", "warm")}
     if arguments.replay:
         how = f"computing {arguments.faster:g} x faster" if arguments.faster != 1 else "computing as recorded"
         return [({"how": f"replayed, {how}"}, played(arguments, arguments.recorded, rate))]
     if arguments.record:
-        found = record(*task, one_by_one=not arguments.contended)
+        found = record(*link, one_by_one=not arguments.contended, **told)
         arguments.record.write_text(json.dumps(found))
         del found["traces"]
         return [({"how": "recorded"}, found)]
     if arguments.validate:
-        return [({"how": "replayed"}, played(arguments, record(*task, one_by_one=False), rate))]
+        return [({"how": "replayed"}, played(arguments, record(*link, one_by_one=False, **told), rate))]
     said = {"how": f"computing emulated by a sleep of {arguments.asleep_ms:g} ms"} if arguments.asleep_ms else {}
-    return [(said, measure(*task, asleep_ms=arguments.asleep_ms))]
+    return [(said, measure(*link, asleep_ms=arguments.asleep_ms, **told))]
 
 
 def played(arguments: argparse.Namespace, recorded: dict[str, Any], rate: str) -> dict[str, Any]:

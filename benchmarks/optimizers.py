@@ -17,22 +17,18 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.launch import run_beside
 from benchmarks.harness.methods import METHODS, ONLY
 from benchmarks.harness.results import Results
 from benchmarks.harness.tables import show
-from benchmarks.harness.tasks import TASKS, Learning, Reading
+from benchmarks.harness.tasks import TASKS, Task
 from benchmarks.harness.training import Run, descend, work
-from lightning_compress import attach
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, rate, momentum=0.9),
@@ -44,7 +40,7 @@ BEST = {"lstm": {"sgd": 1.0, "adamw": 1e-2}, "mlp": {"sgd": 0.2, "adamw": 5e-3}}
 """LSTM, 2 ranks, dense, seed 0, held-out loss at each of RATES: 1.967, 1.754, 1.501, 1.369, 1.368 for SGD (of two equal
 ones, the smaller), and 1.796, 1.591, 1.333, 1.205, 1.265 for AdamW; MLP, 8 ranks: 0.152, 0.130, 0.107, 0.120, 0.343 for
 AdamW."""
-RANKS, LAST = 2, 20
+RANKS = 2
 EXCHANGES: dict[str, Any] = {
     "auto": {"name": "auto", "fallback": "never"},
     "two_shot, same": {"name": "two_shot", "sums": "same"},
@@ -52,26 +48,10 @@ EXCHANGES: dict[str, Any] = {
 }
 
 
-def train(run: Run, task: Reading | Learning) -> dict[str, float]:
-    """One run, on this rank: held-out loss, training loss of the last 20 steps, how many times fewer bytes, seconds."""
-    start = time.perf_counter()
-    torch.manual_seed(run["seed"])
-    model = task.model()
-    ddp = DistributedDataParallel(model)
-    compression = attach(ddp, exchange=EXCHANGES[run["exchange"]], **METHODS[run["method"]], seed=run["seed"])
-    optimizer = OPTIMIZERS.get(run["method"], OPTIMIZERS[run["optimizer"]])(model.parameters(), run["rate"])
-    generator = torch.Generator().manual_seed(1000 * run["seed"] + dist.get_rank())
-    losses = descend(lambda: ddp(task.batch(generator)), optimizer, run["steps"])
-    last = torch.stack(losses[-LAST:]).mean()
-    dist.all_reduce(last)
-    stats = compression.stats()
-    compression.close()
-    return {
-        "held_out": task.held_out_loss(model),
-        "training": float(last) / dist.get_world_size(),
-        "ratio": stats["total_bytes_dense"] / stats["total_bytes_sent"],
-        "seconds": time.perf_counter() - start,
-    }
+def train(run: Run, task: Task) -> dict[str, float]:
+    """One run, on this rank; see ``descend``."""
+    optimizer = OPTIMIZERS.get(run["method"], OPTIMIZERS[run["optimizer"]])
+    return descend(run, task, METHODS[run["method"]] | {"exchange": EXCHANGES[run["exchange"]]}, optimizer)
 
 
 def named(run: Run) -> Run:
@@ -103,18 +83,17 @@ def table(results: Results, runs: list[Run]) -> None:
 def main() -> None:
     """Run what is missing in processes of one group, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="folder that holds multi30k, for the LSTM")
-    parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--model", choices=TASKS, default="lstm")
-    parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument(
-        "--exchange", choices=EXCHANGES, default="auto", help="same: sums take as many bits as gradients"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--tune", action="store_true", help="dense only, with every learning rate in RATES")
+    add = parser.add_argument
+    add("--root", type=Path, help="folder that holds multi30k, for the LSTM")
+    add("--json", type=Path, required=True, help="results so far; written after every run")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add("--optimizers", nargs="+", choices=RATES, default=list(RATES))
+    add("--model", choices=TASKS, default="lstm")
+    add("--ranks", type=int, default=RANKS)
+    add("--exchange", choices=EXCHANGES, default="auto", help="same: sums take as many bits as gradients")
+    add("--seeds", type=int, nargs="+", default=[0, 1])
+    add("--steps", type=int, default=300)
+    add("--tune", action="store_true", help="dense only, with every learning rate in RATES")
     arguments = parser.parse_args()
     if arguments.model == "lstm" and arguments.root is None:
         parser.error("--root is needed for the LSTM")

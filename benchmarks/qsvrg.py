@@ -19,15 +19,14 @@ that (``BoundedStaleness``). They meet at the end of an epoch.
 
 from __future__ import annotations
 
-import argparse
-import csv
 from pathlib import Path
 
 import torch
 
-from benchmarks._arguments import above_zero, file_to_write, natural, plain_errors, positive
+from benchmarks._arguments import above_zero, described, file_to_write, natural, plain_errors, positive
 from benchmarks._qsvrg.problem import Problem
 from benchmarks._qsvrg.training import Method, Training, distances, late_distances
+from benchmarks.harness.results import write_table
 from benchmarks.harness.tables import show
 from lightning_compress.codecs import QSGD, Dense
 
@@ -55,17 +54,15 @@ def draw(found: dict[str, list[float]], title: str, path: Path) -> None:
 
 def write(found: dict[str, list[float]], bits: dict[str, float], path: Path) -> None:
     """Write a row for each method and epoch."""
-    with path.open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["method", "bits", "epoch", "above_optimum"])
-        for name, each in found.items():
-            rows.writerows([name, f"{bits[name]:.3f}", epoch, value] for epoch, value in enumerate(each, 1))
+    points = ((name, epoch, value) for name, each in found.items() for epoch, value in enumerate(each, 1))
+    rows = ((name, f"{bits[name]:.3f}", epoch, value) for name, epoch, value in points)
+    write_table(path, ("method", "bits", "epoch", "above_optimum"), rows)
 
 
 @plain_errors()
 def main() -> None:
     """Train by every method and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     add = parser.add_argument
     add("--ranks", type=positive, default=4)
     add("--epochs", type=positive, default=Training.epochs)

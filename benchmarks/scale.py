@@ -13,13 +13,12 @@ ones.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
-from benchmarks._arguments import above_zero, file_to_write, plain_errors, positive
+from benchmarks._arguments import above_zero, described, file_to_write, plain_errors, positive
 from benchmarks._scale.prediction import CPU, WAYS, Figures, predict
 from benchmarks._scale.simulated import Cluster
 from benchmarks.harness import tables
@@ -63,20 +62,17 @@ def show(found: dict[str, dict[int, Figures]], title: str) -> None:
 @plain_errors()
 def main() -> None:
     """Predict, or check predictions."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=positive, default=25_000_000, help="of a model's gradient, in one bucket")
-    parser.add_argument("--gbit", type=above_zero, default=10.0, help="of a node's network card")
-    parser.add_argument("--latency-us", type=above_zero, default=30.0, help="between nodes; a tenth of it within")
-    parser.add_argument(
-        "--inside", type=above_zero, default=10.0, help="how many times as fast links within a node are"
-    )
-    parser.add_argument("--node-size", type=positive, default=8)
-    parser.add_argument(
-        "--faster", type=above_zero, default=1.0, help="how many times as fast devices are as a core of this machine"
-    )
-    parser.add_argument("--most", type=int, default=RANKS[-1], help="ranks, at most")
-    parser.add_argument("--json", type=file_to_write, help="write the figures here")
-    parser.add_argument("--plot", type=file_to_write, help="draw them here")
+    parser = described(__doc__)
+    add = parser.add_argument
+    add("--numel", type=positive, default=25_000_000, help="of a model's gradient, in one bucket")
+    add("--gbit", type=above_zero, default=10.0, help="of a node's network card")
+    add("--latency-us", type=above_zero, default=30.0, help="between nodes; a tenth of it within")
+    add("--inside", type=above_zero, default=10.0, help="how many times as fast links within a node are")
+    add("--node-size", type=positive, default=8)
+    add("--faster", type=above_zero, default=1.0, help="how many times as fast devices are as a core of this machine")
+    add("--most", type=int, default=RANKS[-1], help="ranks, at most")
+    add("--json", type=file_to_write, help="write the figures here")
+    add("--plot", type=file_to_write, help="draw them here")
     given = parser.parse_args()
     if given.node_size not in (1, *RANKS):
         parser.error(f"--node-size {given.node_size}: ranks are powers of two, and so are their nodes; 1, 2, 4, ...")

@@ -14,20 +14,19 @@ if launching cost next to nothing. Methods take turns, some steps each; medians.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks._gpu import isolated
-from benchmarks._gpu.machine import console, surroundings
+from benchmarks._gpu.machine import WIDTH, surroundings
 from benchmarks._gpu.models import MODELS
 from benchmarks._gpu.step import METHODS, REPLAYED, measure
+from benchmarks.harness import tables
+from benchmarks.harness.results import write
 
 PRECISIONS = ("bf16", "tf32")
 MOST_SECONDS = 300.0
@@ -38,13 +37,8 @@ def tasks_of(arguments: argparse.Namespace) -> list[isolated.Task]:
     """What is measured, the targets first; a trace of the first alone."""
     pairs = [(model, precision) for model in arguments.models for precision in arguments.precisions]
     each = 0.3 * arguments.seconds / len(pairs)  # the rest is setting up, and starting a process
-    shared = {"methods": arguments.methods, "ranks": arguments.ranks, "device": arguments.device}
-    shared |= {
-        "bucket_mb": arguments.bucket_mb,
-        "small": arguments.small,
-        "seconds": each,
-        "setup": min(150.0, 0.4 * arguments.seconds),
-    }
+    shared = {name: getattr(arguments, name) for name in ("methods", "ranks", "device", "bucket_mb", "small")}
+    shared |= {"seconds": each, "setup": min(150.0, 0.4 * arguments.seconds)}
     tasks = [{"model": model, "precision": precision, **shared, "trace": None} for model, precision in pairs]
     tasks[0]["trace"] = arguments.trace
     return tasks
@@ -55,33 +49,31 @@ def rows(tasks: Sequence[isolated.Task], deadline: float) -> Iterator[isolated.R
     again = []
     for row in isolated.run(measure, tasks, deadline, MOST_SECONDS):
         if "broken" in row:
-            task = next(
-                each for each in tasks if each["model"] == row["model"] and each["precision"] == row["precision"]
-            )
+            task = {name: row[name] for name in tasks[0]}
             again.append({**task, "methods": [each for each in task["methods"] if each != row["broken"]]})
         yield row
     if again:
         yield from rows(again, deadline)
 
 
-def show(result: dict[str, Any], out: Console) -> None:
+def show(result: dict[str, Any]) -> None:
     """Print the table, and what the trace says."""
     columns = ("ms a step", "beyond none", "host, ms", "bytes a parameter", "waits for the device", "grows by")
     title = f"one step with the work of one of {result['ranks']} ranks, on {result['device']}"
-    table = Table("model", "precision", "method", *columns, title=title)
-    table.caption = f"medians of steps in turn; {result['software']}"
+    cells, said = [], []
     for row in result["rows"]:
         for name, found in row.get("measured", {}).items():
-            table.add_row(row["model"], row["precision"], name, *_cells(found))
-        if "error" in row:
-            table.add_row(row["model"], row["precision"], "all", row["error"])
-    out.print(table)
-    for row in result["rows"]:
-        for name, found in row.get("measured", {}).items():
+            cells.append((row["model"], row["precision"], name, *_cells(found)))
             if found.get("waits"):
-                out.print(f"{row['model']} in {row['precision']} with {name} waits: {found['waits']}", markup=False)
+                said.append(f"{row['model']} in {row['precision']} with {name} waits: {found['waits']}")
+        if "error" in row:
+            cells.append((row["model"], row["precision"], "all", row["error"]))
         if "overlap" in row:
-            out.print(_overlap(row))
+            said.append(_overlap(row))
+    head, caption = ("model", "precision", "method", *columns), f"medians of steps in turn; {result['software']}"
+    tables.show(head, cells, title, caption, width=WIDTH)
+    for line in said:
+        print(line)
 
 
 def _cells(found: isolated.Row) -> tuple[str, ...]:
@@ -127,9 +119,8 @@ def main() -> None:
     result = {**surroundings(torch.device(arguments.device)), "ranks": arguments.ranks, "rows": []}
     for row in rows(tasks_of(arguments), time.monotonic() + arguments.seconds):
         result["rows"].append(row)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    show(result, console())
+        write(arguments.json, result)
+    show(result)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks._arguments import above_zero, file_to_write, plain_errors
+from benchmarks._arguments import above_zero, described, file_to_write, plain_errors, some_of
 from benchmarks._target.parts import Clock, measure, table, train
 from benchmarks._target.show import TARGETS, draw, write_csv
 from benchmarks._target.steps import Steps
@@ -42,10 +42,10 @@ from benchmarks._target.times import Times
 
 def parse() -> argparse.Namespace:
     """Return the command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     add = parser.add_argument
     add("--part", choices=("steps", "times", "table"), required=True)
-    add("--task", type=lambda text: text.split(","), default=["a"], help=f"some of {','.join(TASKS)}, by commas (a)")
+    add("--task", type=some_of(TASKS), default=["a"], help=f"some of {','.join(TASKS)}, by commas (a)")
     add("--root", type=Path, help="folder that holds multi30k, or cifar-10-batches-bin; for all but table")
     add("--minutes", type=above_zero, help="start nothing that will not end within so many")
     add("--folder", type=Path, default=FOLDER, help="of the cells (docs/results/time_to_target)")
@@ -57,8 +57,6 @@ def parse() -> argparse.Namespace:
         parser.error(f"--root: give the folder that holds the data; --part {arguments.part} reads it")
     if arguments.part == "table" and (arguments.minutes or arguments.root):
         parser.error("--root and --minutes change nothing with --part table; leave them out")
-    if unknown := set(arguments.task) - set(TASKS):
-        parser.error(f"--task {','.join(sorted(unknown))}: choose from {', '.join(TASKS)}")
     links = dict.fromkeys(link for name in arguments.task for link in TASKS[name].links)
     if (arguments.part != "times" and arguments.links) or set(arguments.links) - set(links):
         parser.error(f"--links {','.join(arguments.links)}: of --part times, some of {','.join(links)}")

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.models import Outputs, perceptron
 from lightning_compress.backward import enable
+from lightning_compress.collectives.counting import now
 
 
 @dataclass(frozen=True)
@@ -37,29 +39,11 @@ class Case:
     per_sequence: bool = False
 
 
-class Outputs(nn.Module):
-    """A recurrent layer of which only the outputs are wanted.
-
-    Args:
-        layer: such as ``nn.LSTM``.
-    """
-
-    def __init__(self, layer: nn.LSTM | nn.GRU) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[steps, batch, width] -> [steps, batch, hidden]."""
-        outputs: Tensor = self.layer(x)[0]
-        return outputs
-
-
 def recurrent(cell: type[nn.LSTM | nn.GRU], width: int, batch: int, steps: int, k: float, per_sequence: bool) -> Case:
     """One recurrent layer, whose inputs are as wide as its outputs."""
     once = "once" if per_sequence else "each step"
     label = f"{cell.__name__} {width}, batch {batch}, {steps} steps, k {100 * k:g} % {once}"
-    make = lambda: Outputs(cell(width, width))  # noqa: E731
-    return Case(label, k, make, (steps, batch, width), True, per_sequence=per_sequence)
+    return Case(label, k, lambda: Outputs(cell(width, width)), (steps, batch, width), True, per_sequence=per_sequence)
 
 
 def linear(width: int, batch: int, k: int | float, memory: float = 0.0) -> Case:
@@ -69,16 +53,10 @@ def linear(width: int, batch: int, k: int | float, memory: float = 0.0) -> Case:
     return Case(label, k, lambda: nn.Sequential(nn.Linear(width, width)), (batch, width), True, memory)
 
 
-def mlp(inputs: int, hidden: int, classes: int = 10) -> nn.Sequential:
-    """Two hidden layers and an output layer."""
-    widths = [nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)]
-    return nn.Sequential(*widths)
-
-
 def paper(hidden: int, batch: int, k: int, memory: float = 0.0) -> Case:
     """The MLP of the paper on images of 784 pixels."""
     label = f"MLP 784-{hidden}-{hidden}-10, batch {batch}, k {k}" + (f", memory {memory:g}" if memory else "")
-    return Case(label, k, lambda: mlp(784, hidden), (batch, 784), False, memory)
+    return Case(label, k, lambda: perceptron(784, hidden, hidden, 10), (batch, 784), False, memory)
 
 
 def conv(channels: int, size: int, batch: int, k: float) -> Case:
@@ -102,27 +80,21 @@ class Trial:
         self._optimizer = torch.optim.SGD(model.parameters(), 1e-6)
         with torch.no_grad():
             self._gradient = torch.randn_like(model(x)) / 1e3
-        self._cuda = x.is_cuda
         self.backward: list[float] = []
         self.step: list[float] = []
 
-    def _now(self) -> float:
-        if self._cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def run(self) -> None:
         """Time one training step."""
-        begin = self._now()
+        begin = now(self._x.device)
         self._optimizer.zero_grad()
         self._x.grad = None
         y = self._model(self._x)
-        middle = self._now()
+        middle = now(self._x.device)
         y.backward(self._gradient)
-        end = self._now()
+        end = now(self._x.device)
         self._optimizer.step()
         self.backward.append(1e3 * (end - middle))
-        self.step.append(1e3 * (self._now() - begin))
+        self.step.append(1e3 * (now(self._x.device) - begin))
 
 
 def measure(case: Case, rounds: int, seconds: float, device: torch.device) -> list[str]:

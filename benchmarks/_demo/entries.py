@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ENTRIES", "RATES", "Entry"]
-
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 """As people write them, and as tc does."""
 

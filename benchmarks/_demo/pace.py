@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness.lab import bits_per_second
 from lightning_compress import Compression
 from lightning_compress.collectives import Collective, CountingCollective, TorchCollective
 from lightning_compress.collectives.collective import Operation, Overlapping, Wait
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.engine.hook import Background
 from lightning_compress.engine.lanes import TurnCollective
-
-__all__ = ["Wire", "pace"]
 
 
 class Wire:
@@ -34,6 +33,10 @@ class Wire:
         self.bytes_per_s: float | None = None
         self._free = 0.0
         self.counted = 0
+
+    def limit(self, rate: str | None) -> None:
+        """Carry as ``set_rate`` has a real link send."""
+        self.bytes_per_s = bits_per_second(rate) / 8 if rate else None
 
     def carry(self, size: int) -> Callable[[], None]:
         """Begin to carry so many bytes; return a function that waits until they have arrived."""
@@ -72,34 +75,22 @@ class _PacedCollective(Collective):
         self._inner, self._wire, self._meter = inner, wire, meter
         self.rank, self.size = inner.rank, inner.size
 
-    def _carry(self) -> Callable[[], None]:
-        """Begin to carry what was counted since the last call of any lane."""
-        last, self._wire.counted = self._wire.counted, self._meter.bytes_sent
-        return self._wire.carry(self._wire.counted - last)
-
-    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
-        arrive = self._carry()
-        self._inner.all_reduce(tensor, operation)
-        arrive()
-
     def begin(self, name: Overlapping, *arguments: Any) -> Wait:
-        arrive, wait = self._carry(), self._inner.begin(name, *arguments)
+        last, self._wire.counted = self._wire.counted, self._meter.bytes_sent  # by any lane
+        arrive, wait = self._wire.carry(self._wire.counted - last), self._inner.begin(name, *arguments)
         return lambda: (wait(), arrive())
 
+    def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
+        self.begin("all_reduce", tensor, operation)()
+
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        arrive = self._carry()
-        self._inner.all_gather(tensor, out)
-        arrive()
+        self.begin("all_gather", tensor, out)()
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
-        arrive = self._carry()
-        self._inner.all_to_all(send, receive)
-        arrive()
+        self.begin("all_to_all", send, receive)()
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        arrive = self._carry()
-        self._inner.swap(sends, receives)
-        arrive()
+        self.begin("swap", sends, receives)()
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         return _PacedCollective(self._inner.part(ranks), self._wire, self._meter)

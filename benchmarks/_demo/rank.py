@@ -8,13 +8,11 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,9 +21,8 @@ from benchmarks._demo.pace import Wire, pace
 from benchmarks.harness.lab import bits_per_second, set_rate
 from lightning_compress import CompressedDDPStrategy
 from recipes import task as recipe
-from recipes.config import build
+from recipes.config import CONF, build
 
-CONF = Path(__file__).parents[2] / "conf"
 QUIET = [
     "trainer=cpu_2proc",
     "trainer.enable_progress_bar=false",
@@ -74,10 +71,10 @@ def rows_of(task: Entry, *, paced: bool) -> list[dict[str, Any]]:
     return rows
 
 
-@rank_zero_only
 def say(line: str) -> None:
-    """Show how far it is."""
-    print(line, flush=True)
+    """Show how far it is, on one rank."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 def composed(overrides: list[str]) -> DictConfig:
@@ -131,21 +128,11 @@ def time_steps(cfg: DictConfig, data: LightningDataModule, parameters: int, *, p
     """
     slowest = 4 * parameters / min(bits_per_second(rate) / 8 for rate in RATES.values())
     steps = min(MOST, max(FEWEST, round(SECONDS / slowest)))
-    timer = Timer(steps, Paced() if paced else set_rate)
+    wire = Wire()
+    timer = Timer(steps, wire.limit, wire) if paced else Timer(steps, set_rate)
     model, trainer = started(cfg, data, [timer], max_epochs=-1, **timer.limits)
     trainer.fit(model, datamodule=data)
     return {name: round(1e3 * statistics.median(seconds[1:])) for name, seconds in timer.seconds.items()}
-
-
-class Paced:
-    """Sets the rate of links that are played."""
-
-    def __init__(self) -> None:
-        self.wire = Wire()
-
-    def __call__(self, rate: str | None) -> None:
-        """As ``set_rate``."""
-        self.wire.bytes_per_s = bits_per_second(rate) / 8 if rate else None
 
 
 class Timer(Callback):
@@ -157,26 +144,27 @@ class Timer(Callback):
     Args:
         steps: at each rate, and one before them, in which the link's traffic settles.
         limit: sets a rate; None: no limit.
+        wire: is played.
 
     Attributes:
         limits: arguments for the Trainer.
     """
 
-    def __init__(self, steps: int, limit: Callable[[str | None], None]) -> None:
+    def __init__(self, steps: int, limit: Callable[[str | None], None], wire: Wire | None = None) -> None:
         self.limits = {"max_steps": (1 + len(RATES)) * (steps + 1), "limit_train_batches": steps + 1}
         self.seconds: dict[str, list[float]] = {name: [] for name in RATES}
         self._plan = {turn * (steps + 1): name for turn, name in enumerate(RATES, start=1)}
-        self._limit = limit
+        self._limit, self._wire = limit, wire
         self._now: str | None = None
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Get hold of what is to be played, and let every epoch shuffle as the first one."""
         assert trainer.train_dataloader is not None
         trainer.train_dataloader.sampler.set_epoch = lambda epoch: None  # which recipes call after any callback
-        if isinstance(self._limit, Paced):
+        if self._wire:
             assert isinstance(trainer.strategy, CompressedDDPStrategy)
             assert isinstance(trainer.strategy.model, DistributedDataParallel)
-            pace(trainer.strategy.model, trainer.strategy.compression, self._limit.wire)
+            pace(trainer.strategy.model, trainer.strategy.compression, self._wire)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Set the next rate when it is its turn, and start the clock."""

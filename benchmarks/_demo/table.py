@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Row", "conclusion", "table"]
-
 PAYS = 1.1
 """By what factor a step must be shorter to be called so."""
 POINTS = 1.0

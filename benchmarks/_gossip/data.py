@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks._digits import digits
+from benchmarks.harness.models import perceptron
 from lightning_compress.core.random import mix
 from recipes.resnet.cifar10 import FOLDER, MEAN, STD, TEST_FILES, TRAIN_FILES, read_batches
 from recipes.resnet.data import Split, crop_and_flip
@@ -36,7 +37,7 @@ class Digits:
     def network(self, seed: int) -> nn.Module:
         """Return the same weights on all ranks."""
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 10))
+        return perceptron(64, 96, 64, 10)
 
     def batch(self, seed: int, number: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         """Return images and labels, which follow from the number of the batch, whatever the rank."""

@@ -1,16 +1,192 @@
-"""Steps of gossip and of what averages with all, over links of a set speed and delay; computing is a sleep."""
+"""Steps of gossip and of what averages with all, over links of a set speed and delay; computing is a sleep.
+
+Of methods whose ranks wait for nobody, ``averages`` is how many a rank has had part in, a step: those that it asked
+for, and those that it answered. ``formula_bytes`` is what their messages are, without headers.
+"""
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from math import isqrt
 from typing import Any
 
-from benchmarks._gossip.rank import DDP, LOCAL_STEPS, METHODS
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+from benchmarks._gossip import methods
+from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.show import FREE, kappa
 from benchmarks.harness.lab import Lab
 from benchmarks.harness.launch import run_ranks
+from benchmarks.harness.rank import COUNTER
 from benchmarks.harness.results import write
 from benchmarks.harness.tables import show
+from lightning_compress.codecs import Codec, OneBit, Rotated
+from lightning_compress.collectives import TorchCollective, World
+from lightning_compress.collectives.counting import Meter
+from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
+from lightning_compress.core.layout import Layout
+from lightning_compress.exchanges import TwoShot
+from lightning_compress.exchanges.message import Section
+from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.neighbours import Neighbours
+from lightning_compress.gossip.topology import build_topology
+
+LOCAL_STEPS = 16
+DDP = "DDP's all-reduce"
+Step = Callable[[Tensor, int], object]
+
+
+def _all_reduce(every: int) -> Callable[[int], Step]:
+    def make(numel: int) -> Step:
+        return lambda vector, step: dist.all_reduce(vector) if (step + 1) % every == 0 else None
+
+    return make
+
+
+def _compressed(codec: Codec) -> Callable[[int], Step]:
+    def make(numel: int) -> Step:
+        layout, device = Layout.of([("x", (numel,))]), torch.device("cpu")
+        plan = TwoShot().plan([Section(codec, layout, 0)], World(TorchCollective(), device, Meter(device)))
+        out, flag = torch.empty(numel), torch.tensor(0.0)
+        return lambda vector, step: plan.mean(vector, out, step, flag)
+
+    return make
+
+
+def _gossip(
+    algorithm: object, compressor: object = None, topology: str = "ring", every: int = 1
+) -> Callable[[int], Step]:
+    def make(numel: int) -> Step:
+        algorithm_, ranks = build_algorithm(algorithm), TorchCollective()
+        neighbours = Neighbours(ranks, algorithm_.fit_topology(build_topology(topology, ranks.size), None))
+        compressor_ = build_gossip_compressor(compressor, algorithm_)
+        mixing = algorithm_.begin(torch.zeros(numel), neighbours, compressor_, Layout.of([("x", (numel,))]), 0)
+        return lambda vector, step: mixing.mix(vector, 0.1) if (step + 1) % every == 0 else None
+
+    return make
+
+
+def _moniqua(bits: int) -> dict[str, object]:
+    return {"name": "moniqua", "bits": bits, "theta": 1.0}
+
+
+class _Bucket:
+    """What PyTorch's hooks ask of DDP's bucket: a vector, whose matrix is as square as can be.
+
+    Args:
+        vector: float32 [N].
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        side = isqrt(vector.numel())
+        matrix, rest = vector.split([side * side, vector.numel() - side * side])
+        parts = [matrix.view(side, side), rest]
+        self.index, self.is_last = lambda: 0, lambda: True
+        self.buffer, self.gradients = lambda: vector, lambda: parts
+
+
+def _pytorch(hook: Callable[..., Any], state: Callable[[], object] = lambda: None) -> Callable[[int], Step]:
+    def make(numel: int) -> Step:
+        kept = state()
+        return lambda vector, step: hook(kept, _Bucket(vector)).wait()
+
+    return make
+
+
+class Asynchronous:
+    """Averages of pairs beside the steps of a model that moves by its gradient.
+
+    Args:
+        numel: parameters.
+        compressor: see ``AsyncGossip``.
+    """
+
+    def __init__(self, numel: int, compressor: object) -> None:
+        self._model = nn.ParameterList([torch.zeros(numel)])
+        self._optimizer = torch.optim.SGD(self._model.parameters(), 1e-3)
+        self.gossip = AsyncGossip("adpsgd", "ring", compressor)
+        self.gossip.start(self._model, [self._optimizer])
+        self.gossip.resume()
+
+    def __call__(self, vector: Tensor, step: int) -> None:
+        """Step by this gradient, then ask a neighbour."""
+        self._model[0].grad = vector
+        self.gossip.before_step(self._optimizer)
+        self._optimizer.step()
+        self.gossip.after_step()
+
+    def figures(self) -> tuple[float, float]:
+        """Wait for all others, and return the bytes that this rank has sent, and how many averages it had part in."""
+        self.gossip.pause()
+        told = self.gossip.stats()
+        sent = sum(each for name, each in told.items() if name.startswith("bytes_to_"))
+        return sent, told["answers"] + told["answered"]
+
+    def close(self) -> None:
+        """Wait for all others, and end."""
+        self.gossip.finish()
+        self.gossip.close()
+
+
+METHODS: dict[str, Callable[[int], Step]] = {
+    "no communication": lambda numel: lambda vector, step: None,
+    DDP: _all_reduce(1),
+    "PyTorch bf16": _pytorch(bf16_mean),
+    "PyTorch PowerSGD 1": _pytorch(powerSGD_hook.powerSGD_hook, lambda: power_sgd_state(1)),
+    "rotated, 4 bits": _compressed(Rotated()),
+    "onebit": _compressed(OneBit()),
+    f"local SGD, every {LOCAL_STEPS}": _all_reduce(LOCAL_STEPS),
+    **{name: _gossip(**methods.METHODS[name]) for name in ("D-PSGD", "SGP", "SGP, used a round later")},
+    "Moniqua, 8 bits": _gossip("dpsgd", _moniqua(8)),
+    "Moniqua, 1 bit": _gossip("dpsgd", _moniqua(1)),
+    f"Moniqua, 8 bits, every {LOCAL_STEPS}": _gossip("dpsgd", _moniqua(8), every=LOCAL_STEPS),
+    "AD-PSGD": partial(Asynchronous, compressor=None),
+    "AD-PSGD, Moniqua, 8 bits": partial(Asynchronous, compressor="moniqua"),
+    "AD-PSGD, Moniqua, 4 bits": partial(Asynchronous, compressor={"name": "moniqua", "bits": 4}),
+}
+
+
+def find(told: dict[str, Any]) -> dict[str, Any]:
+    """Do what is told: ``methods``, ``numel``, ``compute_ms``, ``steps``."""
+    found: dict[str, Any] = {"ms": {}, "wire_bytes": {}, "own_ms": {}, "formula_bytes": {}, "averages": {}}
+    for name in told["methods"]:
+        _measure(name, told, found)
+    return found
+
+
+def _measure(name: str, told: dict[str, Any], found: dict[str, Any]) -> None:
+    vector = torch.randn(told["numel"], generator=torch.Generator().manual_seed(told["rank"])) * 0.01
+    step = METHODS[name](told["numel"])
+    for warm in range(LOCAL_STEPS):
+        step(vector, warm)
+    free = step if isinstance(step, Asynchronous) else None
+    earlier = free.figures() if free else (0, 0)
+    dist.barrier()
+    before, start, times = int(COUNTER.read_text()), time.perf_counter(), []
+    if free is not None:
+        free.gossip.resume()
+    for number in range(told["steps"]):
+        time.sleep(told["compute_ms"] / 1e3)
+        begun = time.perf_counter()
+        step(vector, number)
+        times.append(time.perf_counter() - begun)
+    if free is None:
+        dist.barrier()
+    found["ms"][name] = 1e3 * (time.perf_counter() - start) / told["steps"]
+    found["own_ms"][name] = 1e3 * statistics.median(times)
+    if free is not None:
+        sent, averages = (now - then for now, then in zip(free.figures(), earlier, strict=True))
+        found["formula_bytes"][name], found["averages"][name] = sent / told["steps"], averages / told["steps"]
+    found["wire_bytes"][name] = (int(COUNTER.read_text()) - before) / told["steps"]
+    if free is not None:
+        free.close()
 
 
 def measure(given: argparse.Namespace) -> None:
@@ -29,7 +205,7 @@ def measure(given: argparse.Namespace) -> None:
     place, cells = {name: getattr(given, name) for name in ("ranks", "rate", "last")}, []
     for delay in map(float, given.delays.split(",")):
         with Lab(given.ranks, given.rate, delay, given.last) as lab:
-            found = run_ranks(lab, told, "benchmarks._gossip.rank")[0]
+            found = run_ranks(lab, told, "benchmarks._gossip.network")[0]
         cells.append(place | {"delay_ms": delay, **told, **found})
         _show(cells[-1])
         write(given.json, {"cells": cells})

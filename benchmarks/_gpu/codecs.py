@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -48,7 +47,7 @@ def measure(task: Task) -> Row:
     copy = Work(bench.copies(), bench.refill, device)
     works: dict[tuple[str, str], Work] = {}
     for way in WAYS:
-        with kernels_by(way):
+        with kernels.using(WAYS[way]):  # what was chosen stays chosen, in the plan
             row[way] = bench.prepare(way, works)
         if any(breaks_device(RuntimeError(said)) for said in _errors(row[way])):
             return {**row, "fatal": True}
@@ -58,13 +57,6 @@ def measure(task: Task) -> Row:
     for (way, name), work in works.items():
         row[way][name] = _figures(work, bench.moved(name, row[way]["message_bytes"]), row["copy_gbs"])
     return row
-
-
-@contextmanager
-def kernels_by(way: str) -> Iterator[None]:
-    """Have plans made with kernels or without; what was chosen stays chosen, in the plan."""
-    with kernels.using(WAYS[way]):
-        yield
 
 
 def sets_of(numel: int, device: torch.device) -> int:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks._codecs import CASES
 from benchmarks._gpu import isolated
 from benchmarks._gpu.codecs import ORDER, WAYS, measure
-from benchmarks._gpu.machine import console, surroundings
+from benchmarks._gpu.machine import WIDTH, surroundings
 from benchmarks._timing import EVENTS
+from benchmarks.harness import tables
+from benchmarks.harness.results import write
 
 SIZES = (25 << 18, 1 << 28)
 """Elements of a bucket of 25 MB, and of 1 GB."""
@@ -41,9 +40,8 @@ def main(codecs: Sequence[str] | None, numel: int | None, rounds: int, seconds: 
     sizes = [numel] if numel else SIZES
     for row in rows(codecs or by_importance(), sizes, "cuda", rounds, time.monotonic() + seconds):
         result["rows"].append(row)
-        if out:
-            out.write_text(json.dumps(result, indent=1) + "\n")
-    show(result, console())
+        write(out, result)
+    show(result)
 
 
 def by_importance() -> list[str]:
@@ -65,7 +63,7 @@ def rows(
     return isolated.run(measure, tasks, deadline, MOST_SECONDS)
 
 
-def show(result: dict[str, Any], out: Console) -> None:
+def show(result: dict[str, Any]) -> None:
     """Print a table for each size."""
     for numel in dict.fromkeys(row["numel"] for row in result["rows"]):
         found = [row for row in result["rows"] if row["numel"] == numel]
@@ -75,14 +73,8 @@ def show(result: dict[str, Any], out: Console) -> None:
             f"{4 * numel / 2**20:,.0f} MB on {result['device']}: GB/s (share of a copy, x tensor operations); {copy}"
         )
         caption = f"* timed by events, not in a graph; scratch in bytes per element; {result['software']}"
-        table = Table("codec", *PARTS.values(), "bits", *(f"scratch, {way}" for way in WAYS), title=title)
-        table.caption = caption
-        for row in found:
-            if "kernels" in row:
-                table.add_row(row["codec"], *(cell(row, part) for part in PARTS), *_sizes(row))
-            else:
-                table.add_row(row["codec"], row["error"])
-        out.print(table)
+        head = ("codec", *PARTS.values(), "bits", *(f"scratch, {way}" for way in WAYS))
+        tables.show(head, ((row["codec"], *_cells(row)) for row in found), title, caption, width=WIDTH)
 
 
 def cell(row: isolated.Row, part: str) -> str:
@@ -95,6 +87,11 @@ def cell(row: isolated.Row, part: str) -> str:
     return f"{fast['gbs']:,.0f} ({100 * fast['share']:.0f} %{ratio}){star}"
 
 
-def _sizes(row: isolated.Row) -> Iterator[str]:
+def _cells(row: isolated.Row) -> Iterator[str]:
+    """All but the first."""
+    if "kernels" not in row:
+        yield row["error"]
+        return
+    yield from (cell(row, part) for part in PARTS)
     for way, what in (("kernels", "bits"), *((way, "scratch") for way in WAYS)):
         yield f"{row[way][what]:.2f}" if what in row[way] else "-"

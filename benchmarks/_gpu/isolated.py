@@ -17,12 +17,8 @@ FATAL = "fatal"
 
 def breaks_device(error: BaseException) -> bool:
     """Whether the device does nothing more for this process: an illegal address, or a failed launch."""
-    return not is_memory(error) and any(each in str(error) for each in ("CUDA error", "Triton Error [CUDA]"))
-
-
-def is_memory(error: BaseException) -> bool:
-    """Whether memory was short, which frees itself."""
-    return "out of memory" in str(error).lower()
+    short = "out of memory" in str(error).lower()  # which frees itself
+    return not short and any(each in str(error) for each in ("CUDA error", "Triton Error [CUDA]"))
 
 
 def said(error: BaseException) -> str:

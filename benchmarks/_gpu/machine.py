@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 WIDTH = 170
 """Of tables, also where the output is a file."""
@@ -15,7 +15,7 @@ WIDTH = 170
 
 def surroundings(device: torch.device) -> dict[str, Any]:
     """The device, the software and the date."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     try:
         import triton
 
@@ -26,6 +26,7 @@ def surroundings(device: torch.device) -> dict[str, Any]:
     return {"device": name, "software": f"torch {torch.__version__}{compiler}", "date": date}
 
 
-def console() -> Console:
-    """Prints wide tables."""
-    return Console(width=WIDTH)
+def _processor() -> str:
+    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)

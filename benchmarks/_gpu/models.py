@@ -33,7 +33,19 @@ class Bottleneck(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x), inplace=True)
 
 
-class ResNet50(nn.Module):
+class Classifier(nn.Module):
+    """A network for images, with its loss."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy of images [N, 3, H, W] with labels [N]."""
+        return F.cross_entropy(self.body(images), labels)
+
+
+def resnet50(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000) -> Classifier:
     """He, Zhang, Ren, Sun 2015, arXiv:1512.03385, with the stride in the 3x3 convolutions: 25.6 million parameters.
 
     Args:
@@ -41,20 +53,13 @@ class ResNet50(nn.Module):
         blocks: of each stage.
         classes: at least 2.
     """
-
-    def __init__(self, width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000) -> None:
-        super().__init__()
-        layers: list[nn.Module] = [*_convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-        inward = width
-        for stage, count in enumerate(blocks):
-            for number in range(count):
-                layers.append(Bottleneck(inward, width << stage, 2 if stage and not number else 1))
-                inward = 4 * width << stage
-        self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inward, classes))
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy of images [N, 3, H, W] with labels [N]."""
-        return F.cross_entropy(self.body(images), labels)
+    layers: list[nn.Module] = [*_convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    inward = width
+    for stage, count in enumerate(blocks):
+        for number in range(count):
+            layers.append(Bottleneck(inward, width << stage, 2 if stage and not number else 1))
+            inward = 4 * width << stage
+    return Classifier(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inward, classes)))
 
 
 class LSTM(nn.Module):
@@ -130,27 +135,15 @@ class Training:
         return inputs.to(device), labels.to(device)
 
 
-class Classifier(nn.Module):
-    """A network for images, with its loss."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy of images [N, 3, H, W] with labels [N]."""
-        return F.cross_entropy(self.body(images), labels)
-
-
 MODELS = {
-    "resnet50": Training(ResNet50, (64, 3, 224, 224), 1000),
+    "resnet50": Training(resnet50, (64, 3, 224, 224), 1000),
     "transformer": Training(Transformer, (6, 512), 50_257),
     "lstm": Training(LSTM, (64, 35), 10_000),
     "alexnet": Training(lambda: Classifier(AlexNet()), (128, 3, 224, 224), 1000),
 }
 """As they are trained."""
 SMALL = {
-    "resnet50": Training(lambda: ResNet50(8, (1, 1, 1, 1), 10), (4, 3, 32, 32), 10),
+    "resnet50": Training(lambda: resnet50(8, (1, 1, 1, 1), 10), (4, 3, 32, 32), 10),
     "transformer": Training(lambda: Transformer(100, 64, 1, 16), (2, 16), 100),
     "lstm": Training(lambda: LSTM(100, 32), (2, 5), 100),
     "alexnet": Training(lambda: Classifier(AlexNet(10, image_size=32, hidden=16)), (2, 3, 32, 32), 10),

@@ -181,9 +181,8 @@ def measure(task: Task) -> Row:
     row: Row = {**task, "measured": found}
     end = time.monotonic() + task["setup"]
     try:
-        Trainer(training, "none", 1, task["precision"], device).steps(
-            2
-        )  # libraries take memory once, which is no method's
+        # libraries take memory once, which is no method's
+        Trainer(training, "none", 1, task["precision"], device).steps(2)
         for name in task["methods"]:
             late = {"error": "not measured: setting up the others took too long"}
             found[name] = late if time.monotonic() > end else _begin(name, trainers, training, task, device)

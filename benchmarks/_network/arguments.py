@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks._arguments import above_zero, file_to_write, natural, positive, positives
+from benchmarks._arguments import above_zero, described, file_to_write, natural, positive, positives
 from benchmarks._network.hooks import PYTORCH
 from benchmarks._network.methods import BESIDE_LOCAL, FACTORS, OURS, SETS, delayed, make, settings
 from benchmarks._network.plot import panels
@@ -28,7 +28,7 @@ NOT_WITH = [
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
     """What may be given."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(description)
     add, everything = parser.add_argument, ",".join([*PYTORCH, *OURS, *FACTORS])
     add("--ranks", type=positives, default=[4], help="one number or several, by commas (4)")
     add("--rates", "--rate", default="1gbit", help="of each link, as tc writes it, by commas; none: not limited")

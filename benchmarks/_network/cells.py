@@ -12,36 +12,20 @@ from benchmarks.harness.launch import run_ranks
 Found = dict[str, Any]
 
 
-def _ranks(
-    ranks: int,
-    rate: str | None,
-    model: str,
-    methods: list[str],
-    steps: int,
-    rounds: int,
-    warm: int = 4,
-    delay_ms: float = 0.0,
-    **more: Any,
-) -> list[Found]:
+def _ranks(ranks: int, rate: str | None, delay_ms: float = 0.0, **told: Any) -> list[Found]:
     """What each rank found.
 
     Args:
         ranks: how many.
         rate: of each link; None: not limited.
-        model: of ``MODELS``.
-        methods: of ``methods.make``.
-        steps: of all rounds.
-        rounds: of each method, in turn.
-        warm: steps of each round before those that count.
         delay_ms: that a round trip takes at least.
-        **more: ``asleep_ms``, a step's computing, if it is a sleep; and what ``record`` tells.
+        **told: see ``rank.Measuring``.
     """
-    told = {"model": model, "methods": methods, "steps": steps, "rounds": rounds, "warm": warm, **more}
     with Lab(ranks, rate, delay_ms) as lab:
         return run_ranks(lab, told)
 
 
-def measure(*cell: Any, **more: Any) -> Found:
+def measure(*link: Any, **told: Any) -> Found:
     """Median milliseconds of a step, bytes on the wire and by formula, by method; the round trip, measured.
 
     What it is given is what ``_ranks`` is.
@@ -49,14 +33,12 @@ def measure(*cell: Any, **more: Any) -> Found:
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
     """
-    found = _ranks(*cell, **more)[0]
+    found = _ranks(*link, **told)[0]
     found.pop("traces", None)
     return found
 
 
-def record(
-    ranks: int, rate: str | None, model: str, methods: list[str], *cell: Any, one_by_one: bool, **more: Any
-) -> Found:
+def record(ranks: int, rate: str | None, delay_ms: float = 0.0, *, one_by_one: bool, **told: Any) -> Found:
     """``measure``, and ``traces``: by method, of each rank.
 
     With ``one_by_one`` ranks take turns to compute, so that each is timed as if it had the machine for itself; what
@@ -67,10 +49,10 @@ def record(
         ValueError: a rank could not take a method down.
     """
     with tempfile.NamedTemporaryFile() as turn:
-        told = more | {"record": True, "turn": turn.name if one_by_one else None}
-        found = _ranks(ranks, rate, model, methods, *cell, **told)
-    traces = {name: [each["traces"][name] for each in found] for name in methods}
-    return found[0] | {"traces": traces, "model": model, "ranks": ranks, "rate": rate, "one_by_one": one_by_one}
+        found = _ranks(ranks, rate, delay_ms, **told, record=True, turn=turn.name if one_by_one else None)
+    traces = {name: [each["traces"][name] for each in found] for name in told["methods"]}
+    of = {"model": told["model"], "ranks": ranks, "rate": rate, "one_by_one": one_by_one}
+    return found[0] | {"traces": traces} | of
 
 
 def replay(

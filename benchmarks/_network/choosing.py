@@ -40,7 +40,8 @@ def measure_cell(model: str, ranks: int, rate: str, compressor: str, arguments: 
     least_s = all_reduce_bytes(4 * elements, ranks) * 8 / bits_per_second(rate)
     plans |= {DDP: DDP} if least_s <= arguments.patience else {}
     names = [FREE, *plans.values()]
-    passes = [measure(ranks, rate, model, names, arguments.steps, 1, arguments.warm) for _ in range(2)]
+    told = {"model": model, "methods": names, "steps": arguments.steps, "rounds": 1, "warm": arguments.warm}
+    passes = [measure(ranks, rate, **told) for _ in range(2)]
     pairs = {name: [found["ms"][method] for found in passes] for name, method in plans.items()}
     ms = {name: statistics.geometric_mean(pair) for name, pair in pairs.items()}
     computing_ms = statistics.geometric_mean([found["ms"][FREE] for found in passes])

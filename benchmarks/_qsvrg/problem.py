@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks._digits import digits
+
 NEWTON_STEPS = 20
 
 
@@ -29,12 +31,10 @@ class Problem:
     @classmethod
     def of_digits(cls, ranks: int, penalty: float) -> Problem:
         """Return the problem on all digits that ``ranks`` ranks can share equally, in a fixed random order."""
-        from sklearn.datasets import load_digits
-
-        pixels, labels = load_digits(return_X_y=True)
+        pixels, labels = digits()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: len(labels) // ranks * ranks]
-        rows = torch.cat([torch.from_numpy(pixels) / 8 - 1, torch.ones(len(labels), 1)], 1)
-        return cls(rows[order], torch.from_numpy(labels)[order], penalty)
+        rows = torch.cat([pixels, torch.ones(len(labels), 1)], 1).double()
+        return cls(rows[order], labels[order], penalty)
 
     @property
     def shape(self) -> tuple[int, int]:

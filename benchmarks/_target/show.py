@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from benchmarks._target.methods import AUTO, DDP, DENSE, HOOKS
 from benchmarks._target.steps import REPORTED, Steps
 from benchmarks.harness import tables
 from benchmarks.harness.lab import bits_per_second
+from benchmarks.harness.results import write_table
 from recipes.tables.drawing import MARKERS, canvas, caption, legend, save
 
 TARGETS = ("at 80 % of the budget", "final loss + 1 %")
@@ -97,16 +97,15 @@ Maps = dict[str, list[list[Cell]]]
 def write_csv(maps: Maps, path: Path) -> None:
     """Write a row for every task, target, link and method."""
     link = ("rate", "round trip ms", "kappa")
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("task", "target", *link, "method", "side", "seconds by seed", "missed", "over alone"))
-        writer.writerows(
-            (title, which, *_link(cell), *_line(each))
-            for title, by_target in maps.items()
-            for which, cells in zip(TARGETS, by_target, strict=True)
-            for cell in cells
-            for each in cell.entries
-        )
+    head = ("task", "target", *link, "method", "side", "seconds by seed", "missed", "over alone")
+    rows = (
+        (title, which, *_link(cell), *_line(each))
+        for title, by_target in maps.items()
+        for which, cells in zip(TARGETS, by_target, strict=True)
+        for cell in cells
+        for each in cell.entries
+    )
+    write_table(path, head, rows)
 
 
 def _link(cell: Cell) -> tuple[str, str, str]:

@@ -176,27 +176,6 @@ class Lab:
                 _remove(name)
 
 
-class Here:
-    """In a lab's place: ``ranks`` processes side by side, joined by this machine's loopback interface.
-
-    Args:
-        ranks: how many.
-    """
-
-    interface = "lo" if sys.platform == "linux" else "lo0"
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def address(self, rank: int) -> str:
-        """All have the same."""
-        return "127.0.0.1"
-
-    def command(self, rank: int, *words: str) -> list[str]:
-        """As it is."""
-        return [*words]
-
-
 def bucket(rate: str) -> list[str]:
     """What ``tc qdisc add dev ...`` is told of a token bucket of ``rate``, as a device's root.
 

@@ -11,20 +11,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import torch.distributed as dist
 import torch.multiprocessing
 
-from benchmarks.harness.lab import Here, Lab, die_with_parent
-from benchmarks.harness.rank import join
+from benchmarks.harness.lab import Lab, die_with_parent
+from benchmarks.harness.rank import join, leave
 
-KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "OMP_NUM_THREADS": "1"}
 """For glibc, which would give gradients' memory back in some runs and not in others: page faults then take up to 10 ms
-of a core in a step, by chance."""
+of a core in a step, by chance. And a rank has one core."""
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 def run_ranks(
-    lab: Lab | Here, told: dict[str, Any], module: str = "benchmarks._network.rank", *, heard: bool = False
+    lab: Lab, told: dict[str, Any], module: str = "benchmarks._network.rank", *, heard: bool = False
 ) -> list[dict[str, Any]]:
     """What each rank found.
 
@@ -55,16 +56,14 @@ def run_ranks(
 
 
 def _start(
-    lab: Lab | Here, rank: int, told: dict[str, Any], folder: Path, module: str, heard: bool
+    lab: Lab, rank: int, told: dict[str, Any], folder: Path, module: str, heard: bool
 ) -> subprocess.Popen[bytes]:
-    # on one machine without links, no port needs to be free
-    meet = f"file://{folder}/store" if isinstance(lab, Here) else f"tcp://{lab.address(0)}:29500"
-    master = "" if isinstance(lab, Here) else lab.address(0)
-    found = {"meet": meet, "master": master, "result": str(folder / f"rank{rank}.json")}
+    master = lab.address(0)
+    found = {"meet": f"tcp://{master}:29500", "master": master, "result": str(folder / f"rank{rank}.json")}
     note = folder / f"told{rank}.json"
     note.write_text(json.dumps(told | found | {"rank": rank, "ranks": lab.ranks}))
     words = lab.command(rank, sys.executable, "-W", "ignore", "-m", "benchmarks.harness.rank", module, str(note))
-    own = {"GLOO_SOCKET_IFNAME": lab.interface, "OMP_NUM_THREADS": "1"}
+    own = {"GLOO_SOCKET_IFNAME": lab.interface}
     with (folder / f"rank{rank}.log").open("w") as log:
         return subprocess.Popen(
             words,
@@ -103,16 +102,14 @@ def run_beside(ranks: int, work: Callable[..., Any], *given: Any, start: str = "
     """
     with tempfile.TemporaryDirectory() as folder:
         told = (Path(folder), ranks, work, given)
-        torch.multiprocessing.start_processes(_rank_beside, told, ranks, start_method=start)  # type: ignore[attr-defined, no-untyped-call]
+        with mock.patch.dict(os.environ, KEEPING):
+            torch.multiprocessing.start_processes(_rank_beside, told, ranks, start_method=start)  # type: ignore[attr-defined, no-untyped-call]
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def _rank_beside(rank: int, folder: Path, ranks: int, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
     if sys.platform == "linux":
         die_with_parent()
-    os.environ["GLOO_SOCKET_IFNAME"] = Here.interface
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     join(f"file://{folder}/store", rank, ranks)
-    found = work(*given)
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(Path(folder, f"rank{rank}.json"), work(*given))

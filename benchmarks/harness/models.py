@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +11,38 @@ from torch import Tensor, nn
 from recipes.resnet.model import AlexNet, ResNet
 
 
-class Recurrent(nn.Module):
-    """Two LSTM layers of 1024 cells over 20 steps, 16.8 million parameters."""
+class Outputs(nn.Module):
+    """A recurrent layer of which only the outputs are wanted.
 
-    def __init__(self) -> None:
+    Args:
+        layer: such as ``nn.LSTM``.
+    """
+
+    def __init__(self, layer: nn.LSTM | nn.GRU) -> None:
         super().__init__()
-        self.cells = nn.LSTM(1024, 1024, 2, batch_first=True)
+        self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, T, 1024] -> [N, T, 1024]."""
-        out: Tensor = self.cells(x)[0]
-        return out
+        """[steps, batch, width] -> [steps, batch, hidden], or both with the batch first."""
+        outputs: Tensor = self.layer(x)[0]
+        return outputs
+
+
+def recurrent() -> nn.Module:
+    """Two LSTM layers of 1024 cells over 20 steps, 16.8 million parameters."""
+    return Outputs(nn.LSTM(1024, 1024, 2, batch_first=True))
 
 
 def transformer() -> nn.Module:
     """Five layers of 512 units and 8 heads, 15.8 million parameters."""
     layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 5, enable_nested_tensor=False)
+
+
+def perceptron(*widths: int) -> nn.Sequential:
+    """Linear layers between vectors of these widths, with ReLU between two of them."""
+    layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
 
 
 def mlp() -> nn.Module:
@@ -36,15 +52,14 @@ def mlp() -> nn.Module:
 
 def classifier() -> nn.Module:
     """Three layers of 4096 units and ten classes, 50 million parameters."""
-    wide = [layer for _ in range(3) for layer in (nn.Linear(4096, 4096), nn.ReLU())]
-    return nn.Sequential(*wide, nn.Linear(4096, 10))
+    return perceptron(4096, 4096, 4096, 4096, 10)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (16, 1768)),
     "classifier": (classifier, (8, 4096)),
     "resnet20": (lambda: ResNet(20), (32, 3, 32, 32)),
-    "lstm": (Recurrent, (4, 20, 1024)),
+    "lstm": (recurrent, (4, 20, 1024)),
     "transformer": (transformer, (2, 32, 512)),
     "alexnet": (lambda: AlexNet(dropout=0.0), (2, 3, 224, 224)),
     "alexnet_head": (lambda: AlexNet(dropout=0.0).classifier, (8, 9216)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -19,10 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.ping import round_trip_ms
-
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 """Bytes that a rank of a lab has sent, headers included."""
+PING_PORT, PINGS = 29501, 10
 
 
 def join(meet: str, rank: int, ranks: int) -> None:
@@ -36,6 +36,13 @@ def join(meet: str, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks))
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
+
+
+def leave(result: Path, found: Any) -> None:
+    """Write what was found as JSON, and leave the group when all have."""
+    result.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @dataclass
@@ -63,23 +70,57 @@ def spanned() -> Iterator[Span]:
     span.sent = int(COUNTER.read_text()) - before
 
 
+def round_trip_ms(rank: int, ranks: int, master: str) -> float | None:
+    """Milliseconds that a byte takes from rank 0 to rank 1 and back, the least of a few; None on the others.
+
+    All ranks call it at about the same time.
+    """
+    if rank > 1 or ranks < 2:
+        return None
+    if rank:
+        with _reached(master) as connection:
+            while said := connection.recv(1):
+                connection.sendall(said)
+        return None
+    taken = []
+    with socket.create_server((master, PING_PORT)) as server, server.accept()[0] as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(PINGS):
+            start = time.perf_counter()
+            connection.sendall(b"?")
+            connection.recv(1)
+            taken.append(time.perf_counter() - start)
+    return 1e3 * min(taken)
+
+
+def _reached(master: str) -> socket.socket:
+    """Rank 0 may not listen yet."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            connection = socket.create_connection((master, PING_PORT), timeout=60)
+        except ConnectionRefusedError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+        else:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+
+
 def main(module: str, told: dict[str, Any]) -> None:
-    """Write what the module's ``find`` returns to a file, and the round trip where there are links.
+    """Write what the module's ``find`` returns to a file, and the round trip.
 
     Args:
         module: its ``find`` is called with ``told`` when the ranks have met.
-        told: ``meet``, ``rank``, ``ranks``, and ``result``, the file; ``master``, the first rank's address, if ranks
-            have links of their own; and what is for ``find``.
+        told: ``meet``, ``rank``, ``ranks``, and ``result``, the file; ``master``, the first rank's address; and
+            what is for ``find``.
     """
     find = importlib.import_module(module).find  # first: an import takes seconds, and the others would wait
     join(told["meet"], told["rank"], told["ranks"])
     found = find(told)
     dist.barrier()
-    if told["master"]:
-        found |= {"ping_ms": round_trip_ms(told["rank"], told["ranks"], told["master"])}
-    Path(told["result"]).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(Path(told["result"]), found | {"ping_ms": round_trip_ms(told["rank"], told["ranks"], told["master"])})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,17 @@ class Results(dict[str, Any]):
         super().__setitem__(name, found)
         write(self._path, self)
 
-    def of(self, name: str, run: Callable[[], Any]) -> Any:
-        """What a run found; it is run if it is not there."""
-        if name not in self:
-            self[name] = run()
-        return self[name]
-
 
 def write(path: Path | None, found: Any) -> None:
     """Write JSON to a file, if there is to be one."""
     if path is not None:
         path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def write_table(path: Path, head: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    """Write a CSV file: the names of its columns, and rows."""
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows((head, *rows))
 
 
 def row_of(path: Path, key: Mapping[str, object], run: Callable[[], Mapping[str, object]]) -> dict[str, str]:

@@ -1,53 +1,74 @@
-"""Trainings one after the other, and a loop whose learning rate falls linearly to 0."""
+"""Trainings one after the other, each with a learning rate that falls linearly to 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks._local import Local
 from benchmarks.harness.results import Results
-from benchmarks.harness.tasks import TASKS, Learning, Reading
+from benchmarks.harness.tasks import TASKS, Task
+from lightning_compress import attach
 
+LAST = 20
+"""Steps at the end, of which the training loss is the mean."""
 Run = dict[str, Any]
-"""``name``, the key of its result, and ``model``, of ``TASKS``; and what else its ``Train`` takes of it."""
-Train = Callable[[Run, Reading | Learning], dict[str, float]]
-"""Trains on one rank: ``held_out``, the loss, ``seconds``, and other figures."""
+"""``name``, the key of its result, and ``model``, of ``TASKS``; ``seed``, ``rate``, ``steps``; and what else its
+``Train`` takes of it."""
+Train = Callable[[Run, Task], dict[str, float]]
+"""Trains on one rank; see ``descend``."""
 
 
 def descend(
-    loss_of: Callable[[], Tensor],
-    optimizer: torch.optim.Optimizer,
-    steps: int,
-    *,
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[], object] = lambda: None,
-) -> list[Tensor]:
-    """Train, and return the loss of each step.
+    run: Run, task: Task, given: Mapping[str, Any], make: Callable[..., torch.optim.Optimizer]
+) -> dict[str, float]:
+    """Train on this rank.
 
     Args:
-        loss_of: computes that of the next batch.
-        optimizer: steps.
-        steps: how many.
-        before: is called when backward is over.
-        after: is called when the optimizer stepped.
+        run: what.
+        task: of its model.
+        given: arguments of ``attach``; with ``rounds``, of ``Local``.
+        make: the optimizer, of parameters and a rate.
+
+    Returns:
+        ``held_out``, the loss; ``training``, that of the last steps of all ranks; ``ratio``, how many times fewer bytes
+        a rank sends than stock DDP; and ``seconds``.
     """
-    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    start = time.perf_counter()
+    torch.manual_seed(run["seed"])
+    module = trained = task.model()
+    if "rounds" in given:
+        handle: Any = Local(module, given, seed=run["seed"])
+        counted, after, finish = handle, handle.after, handle.finish
+    else:
+        trained = DistributedDataParallel(module)
+        handle = attach(trained, **given, seed=run["seed"])
+        counted, after, finish = handle.meter, lambda: None, lambda: None
+    optimizer = make(module.parameters(), run["rate"])
+    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, run["steps"])
     losses = []
-    for _ in range(steps):
+    for _, batch in zip(range(run["steps"]), task.batches(run["seed"], dist.get_rank()), strict=False):
         optimizer.zero_grad()
-        loss = loss_of()
+        loss = trained(batch)
         loss.backward()
-        before()
         optimizer.step()
         after()
         falling.step()
         losses.append(loss.detach())
-    return losses
+    finish()
+    last = torch.stack(losses[-LAST:]).mean()
+    dist.all_reduce(last)
+    ratio = counted.bytes_dense / counted.bytes_sent
+    handle.close()
+    sums, count = task.losses(module, 0, 1)[0].tolist()
+    training = float(last) / dist.get_world_size()
+    return {"held_out": sums / count, "training": training, "ratio": ratio, "seconds": time.perf_counter() - start}
 
 
 def work(runs: list[Run], root: Path, results: Path, trained: Train, digits: int = 3) -> None:

@@ -9,7 +9,7 @@ import torch
 from benchmarks import asynchronous, gossip
 from benchmarks._gossip.data import Digits, Pictures
 from benchmarks._gossip.methods import ALL_REDUCE, ASYNCHRONOUS, METHODS
-from benchmarks._gossip.rank import METHODS as OVER_LINKS
+from benchmarks._gossip.network import METHODS as OVER_LINKS
 from benchmarks._gossip.training import AllReduce, build
 from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from recipes.resnet.data import Split

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import _timing, gpu, step
 from benchmarks._gpu import codecs, codecs_table, echo, isolated, trace
-from benchmarks._gpu.machine import console, surroundings
+from benchmarks._gpu.machine import surroundings
 from lightning_compress import kernels
 from tests.benchmarks import tasks
 
@@ -33,7 +33,7 @@ def test_a_row_has_both_ways_and_the_bytes_that_move(monkeypatch, capsys):
         assert {name: round(1e6 * row[way][name]["gbs"]) for name in moved} == moved  # in a millisecond
     assert row["copy_gbs"] == pytest.approx(8e-3)
     result = {**surroundings(CPU), "rows": [row, {**row, "kernels": {"error": "it broke"}}]}
-    codecs_table.show(result, console())
+    codecs_table.show(result)
     said = capsys.readouterr().out
     assert f"{100 * moved['send'] / 8000:.0f} %, 1.0 x" in said
     assert "it broke" in said

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from benchmarks._gpu import loop, train
+from benchmarks._gpu import train
 
 
 def _images(count):
@@ -17,9 +17,9 @@ def _images(count):
 
 
 def _train(name, folder, seconds):
-    loop.UNTIMED, loop.TIMED = 1, 2
+    train.UNTIMED, train.TIMED = 1, 2
     told = {"device": "cpu", "batch": 4, "epochs": 2, "weight_decay": 5e-4, "folder": folder, "seconds": seconds}
-    loop.Loop(told | train.METHODS[name], _images(32), _images(20), time.monotonic()).run()
+    train.Loop(told | train.METHODS[name], _images(32), _images(20), time.monotonic()).run()
 
 
 def _said(folder):
@@ -56,11 +56,11 @@ def test_some_of_the_images_will_do(tmp_path):
         records = torch.arange(count * 3073).view(count, 3073) % 251
         records[:, 0] = torch.arange(count)
         records.to(torch.uint8).numpy().tofile(tmp_path / name)
-    (images, labels), test = loop._read(tmp_path, None)
+    (images, labels), test = train._images(tmp_path, None)
     assert images.shape == (3, 3, 32, 32)
     assert images[1, 0, 0, 0] == 3074 % 251
     assert labels.tolist() == [0, 1, 2]
     assert len(test[0]) == 2
     (tmp_path / "test_batch.bin").write_bytes(b"1234")
     with pytest.raises(ValueError, match="has 4 bytes"):
-        loop.files(tmp_path)
+        train.files(tmp_path)

@@ -21,7 +21,8 @@ METHODS = ["no communication", "DDP", "PyTorch bf16", "bf16", "onebit", "powersg
 @pytest.fixture(scope="module")
 def recorded():
     with only_lab(), forked_ranks():
-        return cells.record(2, None, "resnet20", METHODS, 2, 1, one_by_one=True, warm=2)
+        told = {"model": "resnet20", "methods": METHODS, "steps": 2, "rounds": 1, "warm": 2}
+        return cells.record(2, None, one_by_one=True, **told)
 
 
 def computed(steps):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks._digits import digits
+from benchmarks.harness.models import perceptron
 from lightning_compress import CompressedDDPStrategy
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -69,9 +70,7 @@ class Net(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
-        )
+        self.layers = perceptron(64, 96, 64, 64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         """Scores of ten classes."""

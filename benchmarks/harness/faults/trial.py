@@ -7,14 +7,13 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.harness.faults import ranks
-from benchmarks.harness.faults.injection import FILLER, INJECTIONS
+from benchmarks.harness.faults.injection import FILLER
 from benchmarks.harness.faults.ranks import Ended
 from benchmarks.harness.faults.training import Job
 from lightning_compress.strategies import sidecar
@@ -71,10 +70,6 @@ class Trial:
     repeated: int = 0
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 class SkippedError(Exception):
@@ -210,6 +205,3 @@ def _disk(folder: str, fault: str) -> Iterator[None]:
 def _log(folder: str, rank: int) -> str:
     path = Path(folder, f"rank{rank}.log")
     return path.read_text()[-2000:] if path.exists() else "nothing"
-
-
-__all__ = ["INJECTIONS", "SkippedError", "Trial", "Trials"]
