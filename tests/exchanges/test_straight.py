@@ -8,7 +8,7 @@ import torch
 from lightning_compress.collectives import CountingCollective, TorchCollective, World, run_threads
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.engine.group import Group
-from lightning_compress.engine.in_place import extremes
+from lightning_compress.exchanges.all_reduce import extremes
 from lightning_compress.settings.run_state import RunState
 
 CPU, SOUND = torch.device("cpu"), torch.tensor(False)
