@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,21 @@ _PATIENCE = 100
 
 Kept = Mapping[str, bool | Tensor]
 """By parameter: whether the averaged gradient of earlier passes counts; a bool, or a bool scalar on an accelerator."""
+
+
+class Arrived(NamedTuple):
+    """What is known of parameters that are averaged now.
+
+    Attributes:
+        kept: whether the result of earlier passes counts, for parameters of open steps.
+        left_out: names among these without a gradient on this rank in this pass: DistributedDataParallel sends what
+            ``grad`` holds.
+        adds_up: the sum over the step's passes is to be averaged; see ``Passes.add_up``.
+    """
+
+    kept: Kept
+    left_out: frozenset[str]
+    adds_up: bool
 
 
 class Passes:
@@ -117,17 +132,12 @@ class Passes:
         self._averaged.clear()
         self.number = self.number + 1 if goes_on else 0
 
-    def arrive(self, names: Sequence[str], averages: bool) -> tuple[Kept, frozenset[str], bool]:
+    def arrive(self, names: Sequence[str], averages: bool) -> Arrived:
         """Note that these parameters are averaged now.
 
         Args:
             names: of the parameters.
             averages: whether the method's output is a mean.
-
-        Returns:
-            three values. Whether the result of earlier passes counts, for parameters of open steps. The names among
-            these without a gradient on this rank in this pass: DistributedDataParallel sends what ``grad`` holds.
-            And whether the sum over the step's passes is to be averaged, see ``add_up``.
         """
         missing = [name for name in names if name in self.open and name not in self._looked]
         kept = {name: self._holds(name) for name in missing}
@@ -138,7 +148,7 @@ class Passes:
         self._averaged.update(names)
         self.open.update(names)
         left_out = frozenset(name for name in missing if name in self._hooks and kept[name] is not False)
-        return kept, left_out, self._adds_up(names, averages)
+        return Arrived(kept, left_out, self._adds_up(names, averages))
 
     def _adds_up(self, names: Sequence[str], averages: bool) -> bool:
         before = not self._no_means.isdisjoint(names)

@@ -7,7 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -174,38 +174,45 @@ def compress(
     device = parameters[0][1].device
     world = World(collective, device, Meter(device))
     settings = decide(settings.bound(kinds_of(ddp.module)), parameters, world, kept)
-    alone = collective.size == 1 and not settings.works_alone
-    idle = alone or settings.plain
-    may_average = not alone and not (idle and settings.chosen is None)  # now, or once a state is loaded
-    separate = may_average and device.type == "cpu"  # see hook.ThreadHook
-    transports = _transports(ddp, sum(each.nbytes for _, each in parameters)) if separate else []
+    mode = _mode(settings, collective.size)
+    size = sum(each.nbytes for _, each in parameters)
+    transports = _transports(ddp, size) if mode != "stock" and device.type == "cpu" else []  # see hook.ThreadHook
     first, *beside = transports or [collective]
     compression = compression_of(ddp, settings, first, beside, scale, accumulates)
     compression.run_summary = run_summary(compression.settings, parameters, world)
     on_cpu = DelayedHook if isinstance(compression, DelayedCompression) else hook.ThreadHook
-    if not idle:
+    counting = None if mode == "compress" else hook.count_only(compression, ddp, collective.size)
+    if mode == "compress":
         hook.register(compression, ddp, transports, on_cpu)
-    counting = hook.count_only(compression, ddp, collective.size) if idle else None
-
-    def close_unused() -> None:
-        """Close what no hook does."""
-        for transport in () if compression.active else transports:
-            transport.close()
-
-    if idle:
-        compression.closing.callback(close_unused)
+    else:
+        compression.closing.callback(lambda: _close_unused(compression, transports))
     model = weakref.ref(ddp)  # whose hook holds the compression: as a cycle, neither would ever be freed
 
     def loaded() -> None:
         """Switch to what the loaded state runs."""
         runs, ddp = compression.next_settings, model()
-        if ddp and counting and may_average and not (compression.active or (runs.plain and not runs.error_feedback)):
+        begins = mode == "may begin later" and not compression.active and not (runs.plain and not runs.error_feedback)
+        if ddp and counting and begins:
             counting()
             hook.register(compression, ddp, transports, on_cpu)
         compression.run_summary = run_summary(runs, parameters, world)
 
     compression.at_load(loaded)
     return compression
+
+
+def _mode(settings: RunState, ranks: int) -> Literal["stock", "may begin later", "compress"]:
+    """Return who averages the gradients: DistributedDataParallel, it until a state is loaded that compresses, or us."""
+    alone = ranks == 1 and not settings.works_alone
+    if not alone and not settings.plain:
+        return "compress"
+    return "stock" if alone or settings.chosen is None else "may begin later"
+
+
+def _close_unused(compression: Compression, transports: Sequence[TorchCollective]) -> None:
+    """Close the transports of a compression that never averaged; else its hook does."""
+    for transport in () if compression.active else transports:
+        transport.close()
 
 
 def compression_of(

@@ -131,22 +131,22 @@ class Compression:
                     self._average(group, [gradients[place] for place in places])
 
     def _average(self, group: Group, gradients: Sequence[Tensor]) -> None:
-        kept, left_out, adds_up = self._passes.arrive(group.bucket_names, group.averages)
-        if kept:
-            group.forget(kept)
-        turn, missing = self._passes.number, left_out
-        if adds_up:  # average the sum of this step's gradients, from the state at its start
-            self._passes.add_up(group.bucket_names, gradients, kept, left_out)
-            turn, missing = 0, frozenset()
+        arrived = self._passes.arrive(group.bucket_names, group.averages)
+        if arrived.kept:
+            group.forget(arrived.kept)
+        turn, left_out = self._passes.number, arrived.left_out
+        if arrived.adds_up:  # average the sum of this step's gradients, from the state at its start
+            self._passes.add_up(group.bucket_names, gradients, arrived.kept, arrived.left_out)
+            turn, left_out = 0, frozenset()
             for state in group.states.values():
                 state.roll_back()
         try:
-            flag = group.reduce(gradients, self.step, self._scale(), turn, missing)
+            flag = group.reduce(gradients, self.step, self._scale(), turn, left_out)
         except Exception as error:
             where = f"step {self.step}, averaging the group that begins with {group.bucket_names[0]}"
             errors.explain(error, where, self._collective.rank)
-        if left_out or self._passes.patience:
-            self._passes.made(group.bucket_names, gradients, left_out)
+        if arrived.left_out or self._passes.patience:
+            self._passes.made(group.bucket_names, gradients, arrived.left_out)
         self.finite.flags.append((flag, group.names))
         if self._drift.every and (self.step + 1) % self._drift.every == 0:
             self._drift.record(group.bucket_names, gradients)
