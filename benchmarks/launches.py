@@ -5,7 +5,8 @@
 
 The tensors are on the device "meta" and have no values, and Triton's kernels are counted in place of being launched. So
 the counts are exact, and take a second. A bucket has six matrices and six vectors, side by side in memory, as
-DistributedDataParallel's buckets are. The settings are what ``attach`` makes of the method and SGD.
+DistributedDataParallel's buckets are. The settings are what ``attach`` makes of the method and SGD. Calls are those of
+the ordinary path, and of a step that is made again from what an earlier one recorded.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ CASES = [
     *((name, "two_shot", ranks) for name in ("qsgd", "rotated", "onebit", "efsign") for ranks in (4, 8, 64)),
 ]
 
+CALLS = "Python", "C", "again: Python", "C"
+
 
 def table(methods: Sequence[str], ranks: Sequence[int] | None = None) -> Table:
     """Return the counts of a bucket as a table."""
-    shown = Table("compressor", "exchange", "ranks", "launches", "Triton", "NCCL", "PyTorch", "commit", "calls")
+    shown = Table("compressor", "exchange", "ranks", "launches", "Triton", "NCCL", "PyTorch", "commit", *CALLS)
     for name, exchange, size in CASES:
         if name in methods and (ranks is None or size in ranks):
             started = launches(name, exchange, size)
             by = [sum(each.startswith(kind) for each in started.average) for kind in ("triton", "NCCL")]
             total = len(started.average)
-            figures = total, *by, total - sum(by), len(started.commit), calls(name, exchange, size)
+            called = [each for recorded in (False, True) for each in calls(name, exchange, size, recorded=recorded)]
+            figures = total, *by, total - sum(by), len(started.commit), *called
             shown.add_row(name, exchange, str(size), *map(str, figures))
     return shown
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Rotated
-from lightning_compress.codecs.codec import ALIGNMENT, Codec, FusedPlan, Method, Plan, aligned
+from lightning_compress.codecs.codec import ALIGNMENT, Codec, FusedPlan, KernelPlan, Method, Plan, aligned
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.head import LENGTH, LENGTHS, Head, Marks
-from lightning_compress.kernels import Summands
+from lightning_compress.kernels import Summands, program
 
 Out = Tensor | Sequence[Tensor]
 """Where a mean goes: float32 ``[numel]``, or one tensor per non-empty segment."""
@@ -354,6 +354,8 @@ def encode_by(
     plan: Plan, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None
 ) -> None:
     """Encode with any plan, fused or not; see ``FusedPlan.encode``."""
+    if type(plan) is not KernelPlan and (tape := program.current()):
+        tape.refuse("a codec does a part of its work without kernels")
     if isinstance(plan, FusedPlan):
         plan.encode(vector, message, key, keep, summands)
     else:

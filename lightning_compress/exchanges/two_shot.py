@@ -123,7 +123,7 @@ class _Plan(ExchangePlan):
     def __init__(self, parts: Sequence[_Part], world: World) -> None:
         self._parts = parts
         self._own = [span for part in parts for span in part.own.spans]
-        self.in_pieces = world.device.type == "cpu"  # a shard's means are copied on while they are in the cache
+        self.in_pieces = _on_cpu(world.device)  # a shard's means are copied on while they are in the cache
         size = world.collective.size
         self.cost = parts[0].lengths + Cost(
             bytes_sent=(size - 1) * sum(part.expected for part in parts),
@@ -266,7 +266,7 @@ class _Part:
     def check(self, flag: Tensor, error: DeferredError) -> None:
         """Raise ValueError if an owner could not read what it received."""
         # reading the flag waits for the device: only where decoding can fail
-        if (flag.device.type == "cpu" or self._widest_sum.variable) and flag.isnan():
+        if (_on_cpu(flag.device) or self._widest_sum.variable) and flag.isnan():
             error.check(shard.reports_error(self._received[peer]) for peer, shard in enumerate(self._sums))
 
     def _width(self, widest: MessagePlan, used: int) -> int:
@@ -353,6 +353,11 @@ class _Together:
         for span in self._spans:
             parts = pieces_in(out, span)
             torch._foreach_copy_(parts, list(mean[span].split([len(part) for part in parts])))
+
+
+def _on_cpu(device: torch.device) -> bool:
+    """Whether the device is a CPU, and not one that Triton's interpreter takes for an accelerator."""
+    return device.type == "cpu" and kernels.compiler(device) != "triton"
 
 
 def _draws_alike(plans: Sequence[MessagePlan]) -> bool:
