@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks._gpu.echo import EchoCollective
 from lightning_compress import kernels
+from lightning_compress.core.vector import _zeros
 from lightning_compress.engine import programs
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.compensation import kind_of
@@ -51,13 +52,13 @@ class _Ranks(EchoCollective):
 class _Operations(TorchDispatchMode):
     """Notes what PyTorch's operations start."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str], views: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._log = log
+        self._log, self._left_out = log, set[str]() if views else VIEWS
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
-        if name not in VIEWS:
+        if name not in self._left_out:
             self._log.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -78,6 +79,7 @@ def _without_a_gpu(log: list[str]) -> Iterator[None]:
     def bind(kernel: Any, *_: object) -> Any:
         return log.append, [f"triton:{kernel.fn.__name__}"]
 
+    _zeros.cache_clear()  # no step but the first allocates flags
     with ExitStack() as patched:
         replaced = {
             (kernels, "compiler"): lambda device: "triton" if device.type == "meta" else real(device),
@@ -144,7 +146,9 @@ class Started:
     commit: tuple[str, ...]
 
 
-def launches(method: str, exchange: str, ranks: int, recorded: bool = True, **more: Any) -> Started:
+def launches(
+    method: str, exchange: str, ranks: int, recorded: bool = True, views: bool = False, **more: Any
+) -> Started:
     """Count a bucket of a step in the middle of training.
 
     Args:
@@ -152,6 +156,7 @@ def launches(method: str, exchange: str, ranks: int, recorded: bool = True, **mo
         exchange: see ``averaging``.
         ranks: see ``averaging``.
         recorded: a step is made again from what an earlier one recorded.
+        views: list what starts nothing, too.
         **more: see ``averaging``.
     """
     log: list[str] = []
@@ -160,7 +165,7 @@ def launches(method: str, exchange: str, ranks: int, recorded: bool = True, **mo
         work = averaging(method, exchange, ranks, log, torch.device("meta"), **more)
         for part in work * STEPS:
             log.clear()
-            with _Operations(log):
+            with _Operations(log, views):
                 part()
             parts.append(tuple(log))
     return Started(*parts[-2:])

@@ -43,7 +43,7 @@ def kernel(function: Callable[..., None] | None = None, **settings: Any) -> Any:
     return compiled
 
 
-_VERSIONS = ("3.6",)
+_VERSIONS = ("3.6.",)
 """Versions of Triton whose launcher was read: its methods are private, and change."""
 
 
