@@ -175,7 +175,7 @@ class _Begun:
         self._wait = self._inner.begin(name, *arguments)
 
     def wait(self) -> None:
-        tape = program.current()
+        tape = program.here.tape
         with self._meter.exchange, tape.apart() if tape else nullcontext():
             self.end()
         if tape:
@@ -206,7 +206,7 @@ class CountingCollective(Collective):
         return self._inner
 
     def _count(self, size: int, send: Callable[..., object], *arguments: Any) -> None:
-        if tape := program.current():
+        if tape := program.here.tape:
             with tape.apart():
                 self._count(size, send, *arguments)
             tape.add(self._count, [size, send, *arguments])
@@ -222,7 +222,7 @@ class CountingCollective(Collective):
     def begin(self, name: Overlapping, *arguments: Any) -> Wait:
         """Count the bytes when it begins; its time is the time spent waiting for it."""
         begun = _Begun(self._meter, _BYTES[name](arguments[0], self.size), self._inner)
-        if tape := program.current():
+        if tape := program.here.tape:
             with tape.apart():
                 begun.begin(name, *arguments)
             tape.add(begun.begin, [name, *arguments])

@@ -51,7 +51,7 @@ def name_key(names: tuple[str, ...]) -> int:
 
 def permutation(key: int, count: int) -> list[int]:
     """Return the integers below ``count`` in an order that follows from the key."""
-    key = fixed(key)
+    key = fixed(key) if type(key) is Varying else key
     return sorted(range(count), key=lambda number: mix(key, number))
 
 
@@ -105,7 +105,7 @@ class RandomBits:
             int16 ``[numel]``, uniform over -32768 to 32767; scratch memory that the next draw overwrites.
         """
         words = self._words[: -(-numel // PER_WORD)]
-        start = word_state(fixed(key), first)
+        start = word_state(fixed(key) if type(key) is Varying else key, first)
         (_hash_numpy if words.device.type == "cpu" else hash_torch)(words, start)
         bits = words.view(torch.int16)[:numel]
         return bits.add_(offset) if offset else bits  # int16 wraps around

@@ -94,7 +94,7 @@ class State:
 
     def touch(self) -> None:
         """Mark ``pending`` as written."""
-        if tape := program.current():
+        if tape := program.here.tape:
             tape.add(self.touch, [])
         self._looked = (None, False)
         self.touched.update(self.layout.names)

@@ -286,7 +286,7 @@ _FLAGS = 256
 
 def new_flag(device: torch.device) -> Tensor:
     """Return a new float32 scalar of 0.0; while a step is recorded, the flag that each of its repetitions has anew."""
-    if tape := program.current():
+    if tape := program.here.tape:
         with tape.apart():
             flag = new_flag(device)
         tape.give(flag)
@@ -368,9 +368,9 @@ def clean(gradient: Tensor, limit: float, zero: Tensor) -> Tensor:
 
 def poison(means: Sequence[Tensor], flag: Tensor) -> None:
     """Add the flag to float32 means: they stay as they are at 0.0, and become NaN at NaN."""
-    fused = kernels.backend(__name__, flag.device, "triton")
-    if not fused and flag.device.type == "cpu" and float(flag) == 0.0:
+    if flag.device.type == "cpu" and not program.here.tape and float(flag) == 0.0:
         return
+    fused = kernels.backend(__name__, flag.device, "triton")
     for mean in means:
         if fused:
             fused.add_flag(flag, mean)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs import Dense
-from lightning_compress.codecs.cast import dense_of
+from lightning_compress.codecs.cast import StochasticRounding, dense_of
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
-from lightning_compress.core.state import States, StateSpec
+from lightning_compress.core.state import State, States, StateSpec
 from lightning_compress.core.vector import Stage, Vector, kernel_of, poison
 from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
@@ -24,7 +24,6 @@ from lightning_compress.engine.accumulation import Kept
 from lightning_compress.engine.in_place import average_in_place, extremes
 from lightning_compress.engine.lanes import Lane
 from lightning_compress.engine.programs import Programs, ours
-from lightning_compress.engine.stages import ErrorFeedback, KeptErrors, Unscale
 from lightning_compress.engine.unused import KeptStates, plan_unused
 from lightning_compress.exchanges import AllReduce, Exchange, composite
 from lightning_compress.exchanges.exchange import ExchangePlan
@@ -218,6 +217,8 @@ class Group:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
         """
         self.nonfinite = []
+        if not self._programs.able:
+            return self._reduce(gradients, step, scale, turn, left_out, step)
         mode = self._programs.mode(gradients, self._is_dense(step), step, scale, turn, left_out)
         return self._programs.run(mode, step, partial(self._reduce, gradients, step, scale, turn, left_out))
 
@@ -311,3 +312,86 @@ class Group:
             pairs = zip(self._segments, pieces, strict=True)
             self.nonfinite = [segment.name for segment, piece in pairs if not piece.abs().max() <= kernels.LARGEST]
         return flag
+
+
+class Unscale(Stage):
+    """Divide gradients by the loss scale, because states outlive the scale of their step."""
+
+    def __init__(self) -> None:
+        self._inverse: Tensor | None = None
+
+    def before(self, vector: Vector) -> None:
+        """See ``Stage``."""
+        assert vector.scale is not None
+        if self._inverse is None:
+            self._inverse = torch.empty_like(vector.scale)
+        vector.whole().mul_(torch.reciprocal(vector.scale, out=self._inverse))
+
+    def after(self, vector: Vector) -> None:
+        """See ``Stage``."""
+        assert vector.scale is not None
+        torch._foreach_mul_(vector.means, vector.scale)
+
+
+class ErrorFeedback(Stage):
+    """Add the residual to the gradients; what is not sent becomes the next residual, in the same memory.
+
+    Args:
+        residual: the state that holds it.
+        decay: factor of the old residual, once per step.
+    """
+
+    def __init__(self, residual: State, decay: float) -> None:
+        self._residual, self._decay = residual, decay
+        device, self._halved = residual.committed.device, residual.committed.dtype != torch.float32
+        self._fuses = not self._halved and kernels.compiler(device) == "triton"
+        self._feeds = not self._halved and not self._fuses and device.type == "cpu"
+
+    def phase(self, step: int) -> tuple[()]:
+        """See ``Stage``."""
+        return ()
+
+    def before(self, vector: Vector) -> None:
+        """See ``Stage``."""
+        residual, decay = self._residual, self._decay
+        if vector.sent is not None:  # the correction has added the residual
+            return
+        untouched, kept = not residual.touched, (residual.committed, residual.pending)
+        if self._feeds and untouched and vector.add(*kept, decay):
+            return
+        gradient = vector.whole()
+        if not untouched and decay != 1:  # a later pass: decay only the parameters whose step begins with it
+            residual.decay(decay)
+            decay = 1.0
+        vector.sent = vector.take("mean") if self._halved else residual.pending
+        if self._fuses and untouched and decay == 1:
+            vector.summands = gradient, residual.committed
+        else:
+            torch.add(gradient, residual.base(), alpha=decay, out=vector.sent)
+
+
+class KeptErrors(Stage):
+    """Reduce the residual: round it to its dtype, or drop the part that is noise.
+
+    Args:
+        residual: the state that holds it; if it is not float32, values are rounded to it stochastically.
+        noise: slices without a residual, because an unbiased method's error is noise.
+        rank: of this process.
+    """
+
+    def __init__(self, residual: State, noise: Sequence[slice], rank: int) -> None:
+        self._residual, self._noise, self._rank = residual, noise, rank
+        device, halved = residual.committed.device, residual.committed.dtype != torch.float32
+        self._rounding = StochasticRounding(residual.layout.numel, device) if halved else None
+
+    def phase(self, step: int) -> tuple[()]:
+        """See ``Stage``."""
+        return ()
+
+    def after(self, vector: Vector) -> None:
+        """See ``Stage``."""
+        sent = vector.made()
+        for place in self._noise:
+            sent[place].zero_()
+        if self._rounding:
+            self._rounding.round(sent, self._residual.pending, mix(*vector.draws, self._rank))

@@ -45,12 +45,15 @@ class Programs:
         states: of the group.
         world: the ranks.
         known: everything else of the group may be recorded.
+
+    Attributes:
+        able: a pass may have a program.
     """
 
     def __init__(self, stages: Sequence[Stage], states: Collection[State], world: World, known: bool) -> None:
         self._stages, self._states, self._world = stages, list(states), world
         # elsewhere the host reads numbers, and decides by them
-        self._able = known and kernels.compiler(world.device) == "triton"
+        self.able = known and kernels.compiler(world.device) == "triton"
         self._programs: dict[Mode, Program] = {}
         self._unused: set[Mode] = set()
         self._wasted = 0
@@ -76,7 +79,7 @@ class Programs:
             turn: see ``Group.reduce``.
             left_out: see ``Group.reduce``.
         """
-        if not self._able or self._world.meter.sampling or not MOST:
+        if not self.able or self._world.meter.sampling or not MOST:
             return None
         device = self._world.device
         if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:  # where kept kernels are launched
@@ -137,5 +140,5 @@ class Programs:
             oldest = next(iter(self._programs))
             del self._programs[oldest]
             self._wasted += oldest in self._unused
-            self._able = self._wasted < _WASTED
+            self.able = self._wasted < _WASTED
         return flag

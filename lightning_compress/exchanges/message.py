@@ -354,7 +354,7 @@ def encode_by(
     plan: Plan, vector: Tensor, message: Tensor, key: int, keep: bool = True, summands: Summands = None
 ) -> None:
     """Encode with any plan, fused or not; see ``FusedPlan.encode``."""
-    if type(plan) is not KernelPlan and (tape := program.current()):
+    if type(plan) is not KernelPlan and (tape := program.here.tape):
         tape.refuse("a codec does a part of its work without kernels")
     if isinstance(plan, FusedPlan):
         plan.encode(vector, message, key, keep, summands)

@@ -195,7 +195,7 @@ class _Part:
         self._receive = Messages(size, max(width, sum_width), device)
         self._sum = Messages(1, sum_width, device)
         self._received = torch.empty(0, dtype=torch.float32)
-        self._world = world
+        self._world, self._on_cpu = world, _on_cpu(device)
         self.calls = 2 * size + 2 if self.variable or _draws_alike([*self._shards, *self._sums]) else 6
 
     @cached_property
@@ -266,7 +266,7 @@ class _Part:
     def check(self, flag: Tensor, error: DeferredError) -> None:
         """Raise ValueError if an owner could not read what it received."""
         # reading the flag waits for the device: only where decoding can fail
-        if (_on_cpu(flag.device) or self._widest_sum.variable) and flag.isnan():
+        if (self._on_cpu or self._widest_sum.variable) and flag.isnan():
             error.check(shard.reports_error(self._received[peer]) for peer, shard in enumerate(self._sums))
 
     def _width(self, widest: MessagePlan, used: int) -> int:

@@ -93,16 +93,12 @@ class _Local(threading.local):
     tape: Tape | None = None
 
 
-_local = _Local()
-
-
-def current() -> Tape | None:
-    """Return the tape that records this thread's calls, or None."""
-    return _local.tape
+here = _Local()
+"""Has the tape that records this thread's calls, or None."""
 
 
 def _refuse(reason: str) -> None:
-    if tape := _local.tape:
+    if tape := here.tape:
         tape.refuse(reason)
 
 
@@ -138,11 +134,11 @@ class Tape:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Do not record inside the context: its caller adds a call for all of it."""
-        _local.tape = None
+        here.tape = None
         try:
             yield
         finally:
-            _local.tape = self
+            here.tape = self
 
     def add(self, function: Callable[..., object], arguments: list[Any]) -> None:
         """Record a call; the arguments may be ``Varying``, the flag or ``STREAM``, but not contain them."""
@@ -193,7 +189,7 @@ class _Watch(TorchDispatchMode):
     """Shows PyTorch's operations to the tape of this thread."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if tape := _local.tape:
+        if tape := here.tape:
             tape.operation(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -201,12 +197,12 @@ class _Watch(TorchDispatchMode):
 @contextmanager
 def recording(tape: Tape) -> Iterator[None]:
     """Record the calls of this thread inside the context."""
-    _local.tape = tape
+    here.tape = tape
     try:
         with _Watch():  # type: ignore[no-untyped-call]
             yield
     finally:
-        _local.tape = None
+        here.tape = None
 
 
 class Program:

@@ -20,7 +20,7 @@ from lightning_compress.core.random import RandomBits, mix, permutation
 from lightning_compress.engine import programs
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.group import Group
-from lightning_compress.kernels.program import Program, Tape, current, recording
+from lightning_compress.kernels.program import Program, Tape, here, recording
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState
@@ -333,7 +333,7 @@ def test_a_group_keeps_few_programs(moves, made):
     flag = torch.zeros(())
 
     def ordinary(step):
-        if tape := current():
+        if tape := here.tape:
             tape.give(flag)
         return flag
 
@@ -342,4 +342,4 @@ def test_a_group_keeps_few_programs(moves, made):
         tried.run(mode, step, ordinary)
     assert len(tried._seen) <= 16
     assert len(tried._programs) <= programs.MOST
-    assert tried._able is not moves
+    assert tried.able is not moves

@@ -30,7 +30,7 @@ def kernel(function: Callable[..., None] | None = None, **settings: Any) -> Any:
     compiled = triton.jit(function, **settings)
 
     def run(*arguments: Any, **options: Any) -> Any:
-        tape = program.current()
+        tape = program.here.tape
         if tape is None:
             with on_device_of(arguments[0]):
                 return type(compiled).run(compiled, *arguments, **options)
