@@ -5,7 +5,8 @@
 
 The tensors are on the device "meta" and have no values, and Triton's kernels are counted in place of being launched. So
 the counts are exact, and take a second. A bucket has six matrices and six vectors, side by side in memory, as
-DistributedDataParallel's buckets are. The settings are what ``attach`` makes of the method and SGD.
+DistributedDataParallel's buckets are. The settings are what ``attach`` makes of the method and SGD. Calls are those of
+the ordinary path, and of a step that is made again from what an earlier one recorded.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ CASES = [
     *((name, "two_shot", ranks) for name in ("qsgd", "rotated", "onebit", "efsign") for ranks in (4, 8, 64)),
 ]
 
+CALLS = "Python", "C", "again: Python", "C"
+
 
 def counts(name: str, exchange: str, size: int) -> tuple[str, ...]:
     """A row of the table."""
     started = launches(name, exchange, size)
     by = [sum(each.startswith(kind) for each in started.average) for kind in ("triton", "NCCL")]
     total = len(started.average)
-    figures = size, total, *by, total - sum(by), len(started.commit), calls(name, exchange, size)
+    called = [each for recorded in (False, True) for each in calls(name, exchange, size, recorded=recorded)]
+    figures = size, total, *by, total - sum(by), len(started.commit), *called
     return name, exchange, *map(str, figures)
 
 
@@ -43,7 +47,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = [case for case in CASES if case[0] in arguments.methods]
     chosen = [case for case in chosen if not arguments.ranks or case[2] in arguments.ranks]
-    head = ("compressor", "exchange", "ranks", "launches", "Triton", "NCCL", "PyTorch", "commit", "calls")
+    head = ("compressor", "exchange", "ranks", "launches", "Triton", "NCCL", "PyTorch", "commit", *CALLS)
     show(head, [counts(*case) for case in chosen])
     for name, exchange, size in chosen if arguments.show else ():
         runs = ((what, len(list(run))) for what, run in groupby(launches(name, exchange, size).average))

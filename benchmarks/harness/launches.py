@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks._gpu.echo import EchoCollective
 from lightning_compress import kernels
+from lightning_compress.core.vector import _zeros
+from lightning_compress.engine import programs
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.rules import kinds_of
@@ -25,8 +28,9 @@ VIEWS |= {"unsqueeze", "squeeze", "t", "transpose", "permute", "_unsafe_view", "
 VIEWS |= {"empty", "empty_like", "empty_strided", "new_empty"}
 """Operations of PyTorch that start nothing."""
 BUCKET = [(256, 256)] * 6 + [(256,)] * 6
-STEPS = 3
-"""The last of them is counted: plans are made in the first, and state that is zero may be skipped in the second."""
+STEPS = 5
+"""The last of them is counted. Plans are made in the first. Two memories of a state take turns, and what a step does
+with either is recorded when it is done for the second time."""
 
 
 class _Ranks(EchoCollective):
@@ -49,13 +53,13 @@ class _Ranks(EchoCollective):
 class _Operations(TorchDispatchMode):
     """Notes what PyTorch's operations start."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: list[str], views: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._log = log
+        self._log, self._left_out = log, set[str]() if views else VIEWS
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
-        if name not in VIEWS:
+        if name not in self._left_out:
             self._log.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -66,14 +70,21 @@ def _without_a_gpu(log: list[str]) -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    launch = import_module("lightning_compress.kernels.triton.launch")
+
     real = kernels.compiler
 
     def note(kernel: Any, *_: object, **__: object) -> None:
         log.append(f"triton:{kernel.fn.__name__}")
 
+    def bind(kernel: Any, *_: object) -> Any:
+        return log.append, [f"triton:{kernel.fn.__name__}"]
+
+    _zeros.cache_clear()  # no step but the first allocates flags
     with ExitStack() as patched:
         replaced = {
             (kernels, "compiler"): lambda device: "triton" if device.type == "meta" else real(device),
+            (launch, "bind"): bind,
             (Tensor, "data_ptr"): lambda tensor: tensor.storage_offset() * tensor.element_size(),
             (JITFunction, "run"): note,
             (InterpretedFunction, "run"): note,
@@ -136,34 +147,53 @@ class Started:
     commit: tuple[str, ...]
 
 
-def launches(method: str, exchange: str, ranks: int, **more: Any) -> Started:
-    """Count a bucket of a step in the middle of training; the arguments are those of ``averaging``."""
+def launches(
+    method: str, exchange: str, ranks: int, recorded: bool = True, views: bool = False, **more: Any
+) -> Started:
+    """Count a bucket of a step in the middle of training.
+
+    Args:
+        method: see ``averaging``.
+        exchange: see ``averaging``.
+        ranks: see ``averaging``.
+        recorded: a step is made again from what an earlier one recorded.
+        views: list what starts nothing, too.
+        **more: see ``averaging``.
+    """
     log: list[str] = []
     parts: list[tuple[str, ...]] = []
-    with _without_a_gpu(log):
+    with _without_a_gpu(log), mock.patch.object(programs, "MOST", programs.MOST * recorded):
         work = averaging(method, exchange, ranks, log, torch.device("meta"), **more)
         for part in work * STEPS:
             log.clear()
-            with _Operations(log):
+            with _Operations(log, views):
                 part()
             parts.append(tuple(log))
     return Started(*parts[-2:])
 
 
-def calls(method: str, exchange: str, ranks: int, device: str = "meta", **more: Any) -> int:
-    """Count the calls of functions of Python and of C, by which a bucket is averaged on one of so many ranks."""
+class Calls(NamedTuple):
+    """Calls of functions of Python and of C, by which a bucket is averaged."""
+
+    python: int
+    c: int
+
+
+def calls(method: str, exchange: str, ranks: int, device: str = "meta", recorded: bool = True, **more: Any) -> Calls:
+    """Count the calls by which a bucket is averaged on one of so many ranks; see ``launches``."""
     log: list[str] = []
-    found = 0
-
-    def watch(frame: object, event: str, argument: object) -> None:
-        nonlocal found
-        found += event in ("call", "c_call")
-
-    with _without_a_gpu(log):
+    found = {"call": 0, "c_call": 0}
+    with _without_a_gpu(log), mock.patch.object(programs, "MOST", programs.MOST * recorded):
         average, commit = averaging(method, exchange, ranks, log, torch.device(device), **more)
+        stubs = {vars(Tensor)["data_ptr"].__code__} if device == "meta" else set()
+
+        def watch(frame: Any, event: str, argument: object) -> None:
+            if event in found and frame.f_code not in stubs:  # which stands for a function of C that ``map`` calls
+                found[event] += 1
+
         for step in range(STEPS):
             sys.setprofile(watch if step == STEPS - 1 else None)
             average()
             sys.setprofile(None)
             commit()
-    return found
+    return Calls(found["call"], found["c_call"])

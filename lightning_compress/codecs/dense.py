@@ -53,7 +53,7 @@ class _DensePlan(SourcePlan):
     def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
         left = NOTHING if rest is None else rest.numpy()
-        source.read(self._fast.encode_shards(source.arrays, shards.table.numpy(), messages.view(-1).numpy(), left))
+        source.feed(self._fast.encode_shards, shards.table.numpy(), messages.view(-1).numpy(), left)
 
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.collectives.collective import Collective, Operation, Overlapping, Wait
+from lightning_compress.kernels import program
 
 SPANS = ("encode", "exchange", "decode")
 WAIT = "wait"
@@ -162,6 +163,30 @@ class World(NamedTuple):
         return self._replace(collective=collective)
 
 
+class _Begun:
+    """A collective that overlaps with others; a program begins it again in each step."""
+
+    def __init__(self, meter: Meter, size: int, inner: Collective) -> None:
+        self._meter, self._size, self._inner = meter, size, inner
+        self._wait: Wait | None = None
+
+    def begin(self, name: Overlapping, *arguments: Any) -> None:
+        self._meter.bytes_sent += self._size
+        self._wait = self._inner.begin(name, *arguments)
+
+    def wait(self) -> None:
+        tape = program.here.tape
+        with self._meter.exchange, tape.apart() if tape else nullcontext():
+            self.end()
+        if tape:
+            tape.add(self.end, [])
+
+    def end(self) -> None:
+        wait, self._wait = self._wait, None  # it may hold tensors
+        if wait:
+            wait()
+
+
 class CountingCollective(Collective):
     """A collective that counts its bytes and time in a meter.
 
@@ -181,6 +206,11 @@ class CountingCollective(Collective):
         return self._inner
 
     def _count(self, size: int, send: Callable[..., object], *arguments: Any) -> None:
+        if tape := program.here.tape:
+            with tape.apart():
+                self._count(size, send, *arguments)
+            tape.add(self._count, [size, send, *arguments])
+            return
         self._meter.bytes_sent += size
         with self._meter.exchange:
             send(*arguments)
@@ -191,9 +221,14 @@ class CountingCollective(Collective):
 
     def begin(self, name: Overlapping, *arguments: Any) -> Wait:
         """Count the bytes when it begins; its time is the time spent waiting for it."""
-        self._meter.bytes_sent += _BYTES[name](arguments[0], self.size)
-        wait = self._inner.begin(name, *arguments)
-        return lambda: self._count(0, wait)
+        begun = _Begun(self._meter, _BYTES[name](arguments[0], self.size), self._inner)
+        if tape := program.here.tape:
+            with tape.apart():
+                begun.begin(name, *arguments)
+            tape.add(begun.begin, [name, *arguments])
+        else:
+            begun.begin(name, *arguments)
+        return begun.wait
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Count one message to every other rank."""

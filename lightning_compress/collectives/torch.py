@@ -14,6 +14,10 @@ from lightning_compress.collectives.collective import Collective, Operation, Ove
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_GATHER, _EXCHANGE = (
+    new if hasattr(dist.ProcessGroup, new) else old
+    for new, old in (("all_gather_single", "_allgather_base"), ("all_to_all_single", "alltoall_base"))
+)
 
 
 _LONG = 1 << 16
@@ -70,6 +74,7 @@ class TorchCollective(Collective):
         self._met = not _by_nccl(group)
         self._through_host = backend_of("cuda", group) == "gloo"
         self._gloo = backend_of("cpu", group) == "gloo"
+        self._direct = _by_nccl(group)
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
         """Sum or maximise over the ranks with the backend's own algorithm."""
@@ -82,6 +87,9 @@ class TorchCollective(Collective):
         """Start the backend's asynchronous collective, or the transfers that replace it."""
         if name == "swap":
             return self._begin_swap(*arguments)
+        if self._direct and arguments[0].is_cuda:
+            work = begin_directly(_whole(self.group), name, *arguments)
+            return work.wait if work else lambda: None
         works: list[dist.Work] = getattr(self, f"_{name}")(*arguments, async_op=True)
         return lambda: _wait(works)
 
@@ -163,6 +171,29 @@ class TorchCollective(Collective):
         if partition not in known:
             known[partition] = _part(whole, partition)
         return TorchCollective(known[partition])
+
+
+def begin_directly(group: dist.ProcessGroup, name: Overlapping, *arguments: Any) -> dist.Work | None:
+    """Start a collective as ``torch.distributed`` does, but without its checks, which take longer than the call.
+
+    Args:
+        group: the process group.
+        name: see ``Collective.begin``; not "swap".
+        arguments: of the method: dense tensors.
+    """
+    if name == "all_reduce":
+        tensor, operation = arguments if len(arguments) > 1 else (*arguments, "sum")
+        reducing = dist.distributed_c10d.AllreduceOptions()
+        reducing.reduceOp, reducing.asyncOp = _OPERATIONS[operation], True
+        return group.allreduce([tensor], reducing)
+    first, second = arguments
+    if name == "all_gather":
+        gathering = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        gathering.asyncOp = True
+        return getattr(group, _GATHER)(second.view(-1), first, gathering)  # type: ignore[no-any-return]
+    exchanging = dist.distributed_c10d.AllToAllOptions()
+    exchanging.asyncOp = True
+    return getattr(group, _EXCHANGE)(second.view(-1), first.view(-1), [], [], exchanging)  # type: ignore[no-any-return]
 
 
 _parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]] = WeakKeyDictionary()

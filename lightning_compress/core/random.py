@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress.core.workspace import pieces, scratch
+from lightning_compress.kernels.program import Varying, fixed, varying
 
 _MASK = (1 << 64) - 1
 
@@ -29,12 +30,18 @@ def mix(*parts: int, key: int = 0) -> int:
         *parts: what is hashed.
         key: of the parts before these: ``mix(a, b) == mix(b, key=mix(a))``.
     """
+    if Varying in map(type, (key, *parts)):
+        return varying(_mix, key, *parts)
     for part in parts:
         key = (key + part + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
         key ^= key >> 31
     return key
+
+
+def _mix(key: int, *parts: int) -> int:
+    return mix(*parts, key=key)
 
 
 def name_key(names: tuple[str, ...]) -> int:
@@ -44,6 +51,7 @@ def name_key(names: tuple[str, ...]) -> int:
 
 def permutation(key: int, count: int) -> list[int]:
     """Return the integers below ``count`` in an order that follows from the key."""
+    key = fixed(key) if type(key) is Varying else key
     return sorted(range(count), key=lambda number: mix(key, number))
 
 
@@ -97,7 +105,7 @@ class RandomBits:
             int16 ``[numel]``, uniform over -32768 to 32767; scratch memory that the next draw overwrites.
         """
         words = self._words[: -(-numel // PER_WORD)]
-        start = word_state(key, first)
+        start = word_state(fixed(key) if type(key) is Varying else key, first)
         (_hash_numpy if words.device.type == "cpu" else hash_torch)(words, start)
         bits = words.view(torch.int16)[:numel]
         return bits.add_(offset) if offset else bits  # int16 wraps around

@@ -22,9 +22,10 @@ Place = tuple[Any, Any, int, int]
 """Where the numbers of a vector lie in a CPU's memory; see ``source_numba.py``."""
 
 
-def place_of(vector: Tensor | Pieces) -> Place:
-    """Return where a float32 vector on a CPU lies."""
-    return (vector.numpy(), _WHOLE, 0, len(vector)) if isinstance(vector, Tensor) else vector.place
+def place_of(vector: Tensor | Pieces, span: slice | None = None) -> Place:
+    """Return where a float32 vector on a CPU lies, or a slice of it."""
+    place = (vector.numpy(), _WHOLE, 0, len(vector)) if isinstance(vector, Tensor) else vector.place
+    return place if span is None else (*place[:2], place[2] + span.start, span.stop - span.start)
 
 
 class Source:
@@ -74,11 +75,12 @@ class Source:
 
     @property
     def arrays(self) -> tuple[Place, Any, Any]:
-        """The source as kernels for a CPU read it; see ``source_numba.py``. They tell ``read`` what they found."""
+        """The source as kernels for a CPU read it; see ``source_numba.py``."""
         return place_of(self.values), NOTHING if self.addend is None else self.addend.numpy(), _NO_CODES
 
-    def read(self, largest: int) -> None:
-        """Take note of the largest magnitude of what lies in memory, as the bits of a float32."""
+    def feed(self, kernel: Callable[..., int], *arguments: Any) -> None:
+        """Call a CPU kernel whose first argument is the source, and which returns ``source_numba.largest`` of it."""
+        kernel(self.arrays, *arguments)
 
 
 class Pieces:
@@ -155,9 +157,9 @@ class Gradients(Source):
         """See ``Source``."""
         return self._pieces.place, NOTHING if self.addend is None else self.addend.numpy(), self._codes
 
-    def read(self, largest: int) -> None:
-        """See ``Source``."""
-        self._check(largest)
+    def feed(self, kernel: Callable[..., int], *arguments: Any) -> None:
+        """See ``Source``; what is not finite spoils the vector."""
+        self._check(kernel(self.arrays, *arguments))
 
 
 def kernel() -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.core.layout import Layout, Segment
+from lightning_compress.kernels import program
 
 Initial = Callable[[Segment], Tensor]
 Holder = Literal["rank", "shared", "owner"]
@@ -93,6 +94,8 @@ class State:
 
     def touch(self) -> None:
         """Mark ``pending`` as written."""
+        if tape := program.here.tape:
+            tape.add(self.touch, [])
         self._looked = (None, False)
         self.touched.update(self.layout.names)
 

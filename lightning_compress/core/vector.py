@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, repeat
@@ -18,6 +18,7 @@ from lightning_compress.core import blocks, source
 from lightning_compress.core.blocks import Segments, table
 from lightning_compress.core.source import NOTHING, Gradients, Pieces, Source
 from lightning_compress.core.workspace import pieces, scratch
+from lightning_compress.kernels import program
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _LARGEST, _INFINITE = torch.finfo(torch.float32).max, 0x7F800000
@@ -300,13 +301,20 @@ _FLAGS = 256
 
 
 def new_flag(device: torch.device) -> Tensor:
-    """Return a new float32 scalar of 0.0."""
+    """Return a new float32 scalar of 0.0; while a step is recorded, the flag that each of its repetitions has anew."""
+    if tape := program.here.tape:
+        with tape.apart():
+            flag = new_flag(device)
+        tape.give(flag)
+        return flag
     return torch.zeros((), dtype=torch.float32) if device.type == "cpu" else next(_zeros(device))
 
 
 @cache
 def _zeros(device: torch.device) -> Iterator[Tensor]:
-    return (flag for _ in repeat(None) for flag in torch.zeros(_FLAGS, dtype=torch.float32, device=device))
+    # at multiples of 16 bytes, for which kernels are compiled that are given other flags later
+    flags = (torch.zeros(_FLAGS, 4, dtype=torch.float32, device=device)[:, 0] for _ in repeat(None))
+    return (flag for some in flags for flag in some)
 
 
 def add_errors(segments: Segments, codes: Tensor, vector: Tensor, flag: Tensor) -> None:
@@ -330,6 +338,14 @@ def kernel_of(device: torch.device, by: str = "numba") -> ModuleType | None:
 
 class Stage:
     """A transformation of gradients before they are averaged, and of their means after."""
+
+    def phase(self, step: int) -> Hashable | None:
+        """Return what of the step's number decides the calls that it makes; None if they must not be recorded.
+
+        Equal phases mean equal calls if the states' memory and touched parameters are the same, too; see
+        ``engine/program.py``.
+        """
+        return None
 
     def before(self, vector: Vector) -> None:
         """Change what will be sent; stages are called in order."""
@@ -363,7 +379,7 @@ def clean(gradient: Tensor, limit: float, zero: Tensor) -> Tensor:
 
 def poison(means: Sequence[Tensor], flag: Tensor) -> None:
     """Add the flag to float32 means: they stay as they are at 0.0, and become NaN at NaN."""
-    if flag.device.type == "cpu" and float(flag) == 0.0:
+    if flag.device.type == "cpu" and not program.here.tape and float(flag) == 0.0:
         return
     fused = kernels.backend(__name__, flag.device, "triton")
     for mean in means:

@@ -223,6 +223,9 @@ class _Plan(CorrectionPlan):
         self._places = [segment.span for segment in layout.segments if segment.numel]
         self._fast = kernels.backend(__name__, world.device, "numba")
 
+    def phase(self, step: int) -> tuple[()]:
+        return ()
+
     def before(self, vector: Vector) -> None:
         if vector.gradient is None and self._accumulate_in_one_pass(vector):
             return

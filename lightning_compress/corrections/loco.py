@@ -86,6 +86,10 @@ class LoCoPlan(Stage):
         self._coded = tuple(starts.get(segment.name, -1) for segment in self._segments)
         self._sizes = tuple(segment.numel for segment in self._segments)
 
+    def phase(self, step: int) -> bool:
+        """See ``Stage``."""
+        return self._settings.fresh(step)
+
     def before(self, vector: Vector) -> None:
         """Add the errors to the gradients, except for parameters that are sent dense."""
         vector.add_errors(self._coded, self._treated(vector), self._state.base())

@@ -117,18 +117,19 @@ class Compression:
             started: called as soon as another thread may call ``reduce`` for the next bucket.
         """
         with self.lanes.turn.held():
-            names = [self._names[id(parameter)] for parameter in parameters]
+            bucket = tuple(map(id, parameters))
+            names = list(map(self._names.__getitem__, bucket))
             if not self._stepped and self._passes.again(names):
                 self._begin_pass(names)
             if self._stepped:
                 self._begin_step()
-            sent_by_ddp, parts = self.groups.of(tuple(map(id, parameters)), self.settings)
+            sent_by_ddp, parts = self.groups.of(bucket, self.settings)
             self.meter.bytes_dense += sent_by_ddp
             for group, places in parts:
                 with self.lanes.taken(group.lane), group.lane.workspace.used():
                     if group is parts[-1][0]:
                         started()
-                    self._average(group, [gradients[place] for place in places])
+                    self._average(group, list(map(gradients.__getitem__, places)))
 
     def _average(self, group: Group, gradients: Sequence[Tensor]) -> None:
         arrived = self._passes.arrive(group.bucket_names, group.averages)

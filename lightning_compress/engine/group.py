@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
 from lightning_compress.engine.lanes import Lane
+from lightning_compress.engine.programs import Programs, ours
 from lightning_compress.engine.unused import KeptStates, plan_unused
 from lightning_compress.exchanges import AllReduce, Exchange, composite
 from lightning_compress.exchanges.all_reduce import average_in_place, extremes
@@ -81,6 +83,7 @@ class Group:
         self.averages = settings.averages
         self._segments = [segment for segment in self.layout.segments if segment.numel]
         self._key = mix(settings.options.seed, name_key(self.names))
+        self._alone, self._clips = world.collective.size == 1, settings.options.local_clip_norm is not None
         self._kernels = kernel_of(world.device), kernel_of(world.device, "triton")
         self._plain_method = dense_of(dtype)
         exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in sections)
@@ -92,7 +95,10 @@ class Group:
         self._make_states(settings.error_feedback and (had_residual or not exact))
         self.residual = self.states.get(RESIDUAL)
         self._stages, self._dense_steps = self._plan_stages(unused), settings.dense_steps
+        self._unscale = Unscale()
         self._exchange = self._plan_exchange()
+        known = ours(settings.exchange, *(each.method for each in self._sections))
+        self._programs = Programs(self._stages, self.states.values(), world, known)
         self._dense: ExchangePlan | None = None
         self._own = all(isinstance(each.method, Dense) or each.codec.sum_dtype == dtype for each in self._encoded)
         self._limit = min((each.codec.limit(world.collective.size) for each in self._encoded), default=torch.inf)
@@ -155,10 +161,7 @@ class Group:
 
     def plan(self, step: int) -> ExchangePlan:
         """Return the exchange of a step: dense while the compression warms up."""
-        # one rank has nothing to compress: with a dense plan, corrections and clipping are exactly the optimizer's
-        clips = self.settings.options.local_clip_norm is not None
-        alone = self._world.collective.size == 1 and (self._corrects or clips)
-        if step >= self._dense_steps and not alone:
+        if not self._is_dense(step):
             self._dense = None
             return self._exchange
         if self._dense is None:
@@ -169,6 +172,10 @@ class Group:
             else:
                 self._dense = AllReduce().plan([Section(self._plain_method, self.layout, 0)], self._world)
         return self._dense
+
+    def _is_dense(self, step: int) -> bool:
+        # one rank has nothing to compress: with a dense plan, corrections and clipping are exactly the optimizer's
+        return step < self._dense_steps or (self._alone and (self._corrects or self._clips))
 
     @property
     def _kept(self) -> tuple[list[Section], World, States]:
@@ -209,16 +216,31 @@ class Group:
         Returns:
             float32 scalar: 0.0, or NaN if any rank's gradients are not finite.
         """
+        self.nonfinite = []
+        if not self._programs.able:
+            return self._reduce(gradients, step, scale, turn, left_out, step)
+        mode = self._programs.mode(gradients, self._is_dense(step), step, scale, turn, left_out)
+        return self._programs.run(mode, step, partial(self._reduce, gradients, step, scale, turn, left_out))
+
+    def _reduce(
+        self,
+        gradients: Sequence[Tensor],
+        step: int,
+        scale: Tensor | None,
+        turn: int,
+        left_out: Collection[str],
+        drawn: int,
+    ) -> Tensor:
+        """Do the work of ``reduce``; random numbers follow from ``drawn``, the step as a program knows it."""
         pieces = [each for place in self.order if len(each := gradients[place].view(-1))]
         plan = self.plan(step)
-        self.nonfinite = []
         if not pieces:
             return torch.zeros((), dtype=torch.float32, device=self._world.device)
         if (flag := self._averaged_in_place(pieces, plan, scale)) is not None:
             return flag
-        draws = (self._key, step, turn) if turn else (self._key, step)
+        draws = (self._key, drawn, turn) if turn else (self._key, drawn)
         vector = self._vector(pieces, plan, step, scale, draws, left_out)
-        stages = self._stages if vector.scale is None else [Unscale(), *self._stages]
+        stages = self._stages if vector.scale is None else [self._unscale, *self._stages]
         for stage in stages:
             stage.before(vector)
         if vector.source is None:
@@ -251,7 +273,7 @@ class Group:
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:
         """Average gradients in their own memory and return the flag; return None if more has to be done."""
-        if self._corrects or self.settings.options.local_clip_norm is not None or plan.in_place is None:
+        if self._corrects or self._clips or plan.in_place is None:
             return None
         if not self.states and (self._own or plan is self._dense):  # all ranks average as DistributedDataParallel does
             if self.settings.options.on_nonfinite == "raise":  # the error names the parameters
@@ -295,7 +317,7 @@ class Group:
 
     def _note(self, flag: Tensor, pieces: Sequence[Tensor]) -> Tensor:
         """Record which parameters have non-finite gradients, and return the flag. CPU only: reading is free there."""
-        if flag.device.type == "cpu" and float(flag) != 0.0:
+        if flag.device.type == "cpu" and not self._kernels[1] and float(flag) != 0.0:
             pairs = zip(self._segments, pieces, strict=True)
             self.nonfinite = [segment.name for segment, piece in pairs if not piece.abs().max() <= kernels.LARGEST]
         return flag
@@ -304,10 +326,15 @@ class Group:
 class Unscale(Stage):
     """Divide gradients by the loss scale, because states outlive the scale of their step."""
 
+    def __init__(self) -> None:
+        self._inverse: Tensor | None = None
+
     def before(self, vector: Vector) -> None:
         """See ``Stage``."""
         assert vector.scale is not None
-        vector.whole().mul_(1.0 / vector.scale)
+        if self._inverse is None:
+            self._inverse = torch.empty_like(vector.scale)
+        vector.whole().mul_(torch.reciprocal(vector.scale, out=self._inverse))
 
     def after(self, vector: Vector) -> None:
         """See ``Stage``."""
@@ -326,6 +353,10 @@ class ErrorFeedback(Stage):
     def __init__(self, residual: State, decay: float) -> None:
         self._residual, self._decay = residual, decay
         self._halved = residual.committed.dtype != torch.float32
+
+    def phase(self, step: int) -> tuple[()]:
+        """See ``Stage``."""
+        return ()
 
     def before(self, vector: Vector) -> None:
         """See ``Stage``."""
@@ -356,6 +387,10 @@ class KeptErrors(Stage):
         self._residual, self._noise, self._rank = residual, noise, rank
         device, halved = residual.committed.device, residual.committed.dtype != torch.float32
         self._rounding = StochasticRounding(residual.layout.numel, device) if halved else None
+
+    def phase(self, step: int) -> tuple[()]:
+        """See ``Stage``."""
+        return ()
 
     def after(self, vector: Vector) -> None:
         """See ``Stage``."""

@@ -227,6 +227,10 @@ class FusedUnused(Unused):
         self._tables = {id(blocks): self._table(blocks) for blocks in (self.kept, self._mixed)}
         self._places: dict[int, Tensor] = {}
 
+    def phase(self, step: int) -> tuple[()]:
+        """See ``Stage``."""
+        return ()
+
     def _table(self, blocks: Sequence[Block]) -> Tensor:
         numbers = accumulate((block.rows for block in blocks), initial=0)
         rows = [
@@ -300,6 +304,10 @@ class KeptStates(Stage):
 
     def __init__(self, unused: Unused) -> None:
         self._unused = unused
+
+    def phase(self, step: int) -> tuple[()]:
+        """See ``Stage``."""
+        return ()
 
     def before(self, vector: Vector) -> None:
         """See ``Stage``."""

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Rotated
-from lightning_compress.codecs.codec import ALIGNMENT, Codec, Method, Plan, aligned
+from lightning_compress.codecs.codec import ALIGNMENT, Codec, KernelPlan, Method, Plan, aligned
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.source import Pieces, Source
 from lightning_compress.core.workspace import scratch
 from lightning_compress.exchanges.head import LENGTH, LENGTHS, Head, Marks
+from lightning_compress.kernels import program
 
 Out = Tensor | Pieces
 """Where a mean goes: float32 ``[numel]``, or pieces of memory."""
@@ -269,6 +270,8 @@ class MessagePlan:
         with self._meter.encode:
             for number, (span, plan) in enumerate(self._parts):
                 part, rest = message[end : end + plan.message_size], vector[span] if keeps[number] else None
+                if type(plan) is not KernelPlan and (tape := program.here.tape):
+                    tape.refuse("a codec does a part of its work without kernels")
                 plan.encode_from(source.part(span), rest, part, section_key(key, number))
                 starts.append(end)
                 if self.variable:

@@ -72,10 +72,7 @@ class ShardMessages:
         return cls(together, alone, meter)
 
     def encode(self, source: Source, vector: Tensor, messages: Tensor, key: int, keep: bool) -> None:
-        """Encode the shards of a source, on a CPU one without an addend; see ``MessagePlan.encode``.
-
-        ``key`` lacks the peer.
-        """
+        """Encode the shards of a source; see ``MessagePlan.encode``. ``key`` lacks the peer."""
         keep = keep or self.meter.sampling
         with self.meter.encode:
             for coder, shards, fed_back in self.together:

@@ -135,8 +135,6 @@ class _Plan(ExchangePlan):
 
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, source: Source | None = None) -> None:
         source = Source(vector) if source is None else source
-        if self._parts[0].needs_vector:
-            source = Source(source.into(vector))
         for span in self._own:  # encoded only after the others' are added
             source.part(span).into(vector[span])
         error = DeferredError()
@@ -193,18 +191,13 @@ class _Part:
         self._receive = Messages(size, max(width, sum_width), device)
         self._sum = Messages(1, sum_width, device)
         self._received = torch.empty(0, dtype=torch.float32)
-        self._world = world
+        self._world, self._on_cpu = world, _on_cpu(device)
         self.calls = 2 * size + 2 if self.variable or _draws_alike([*self._shards, *self._sums]) else 6
 
     @cached_property
     def _together(self) -> _Together | None:
         """What handles all shards at once; made in the first step, because many plans are only priced."""
         return _Together.of(self._shards, self._sums, self.own.spans, self._world)
-
-    @property
-    def needs_vector(self) -> bool:
-        """Whether kernels read all shards from one vector, without an addend."""
-        return self._world.device.type == "cpu" and self._together is not None
 
     def send(self, source: Source, vector: Tensor, key: int, flag: Tensor) -> Wait:
         """Send every owner its shard of the source."""
@@ -269,7 +262,7 @@ class _Part:
     def check(self, flag: Tensor, error: DeferredError) -> None:
         """Raise ValueError if an owner could not read what it received."""
         # reading the flag waits for the device: only where decoding can fail
-        if (flag.device.type == "cpu" or self._widest_sum.variable) and flag.isnan():
+        if (self._on_cpu or self._widest_sum.variable) and flag.isnan():
             error.check(shard.reports_error(self._received[peer]) for peer, shard in enumerate(self._sums))
 
     def _width(self, widest: MessagePlan, used: int) -> int:
@@ -340,6 +333,11 @@ class _Together:
         """Decode all sums."""
         self._heads.read(received, flag)
         self._sums.decode(received, out, weight, accumulate=False)
+
+
+def _on_cpu(device: torch.device) -> bool:
+    """Whether the device is a CPU, and not one that Triton's interpreter takes for an accelerator."""
+    return device.type == "cpu" and kernels.compiler(device) != "triton"
 
 
 def _draws_alike(plans: Sequence[MessagePlan]) -> bool:

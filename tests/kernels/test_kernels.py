@@ -136,7 +136,8 @@ def test_velocities(nesterov, clip, both, monkeypatch):
         group = Group(shapes, settings, World(collective, CPU, Meter(CPU)))
         generator, found = torch.Generator().manual_seed(collective.rank), []
         for step in range(4):
-            gradients = [torch.randn(each.numel, generator=generator) for each in LAYOUT.segments]
+            memory = torch.randn(LAYOUT.numel, generator=generator)
+            gradients = list(memory.split([each.numel for each in LAYOUT.segments]))
             gradients[0][17] = torch.inf if step == 2 else 1.0
             rejected = group.reduce(gradients, step, None).isnan()
             found += gradients

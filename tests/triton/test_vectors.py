@@ -153,7 +153,7 @@ def test_gradients_are_gathered_and_means_scattered(order, bad, dtype, device, b
         pieces = pieces if order else [each.clone() for each in pieces]
         vector = Vector(pieces, limit=1e4, fused=kernel_of(where, "triton"))
         whole = vector.whole().clone()
-        vector.out(False).copy_(2 * whole)
+        vector.out().copy_(2 * whole)
         vector.give()
         return vector.flag.cpu(), whole.cpu(), [each.cpu() for each in pieces]
 

@@ -204,7 +204,7 @@ class LevelPlan(SourcePlan):
                 random = np.uint64(word_state(stream.key, piece.numbers.start)), np.int16(stream.offset)
                 inputs = *piece.kernel_arguments, self._quantiser.top, self._largest, *random
                 outputs = body.numpy(), places, norms.numpy(), NOTHING if left is None else left.numpy()
-                given.read(self._fast.encode(given.arrays, *inputs, *outputs))
+                given.feed(self._fast.encode, *inputs, *outputs)
                 continue
             part = given.into(left)
             numbers = self.forward(part, piece)
@@ -223,12 +223,12 @@ class LevelPlan(SourcePlan):
         steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), len(self._norms))
         bodies = messages[:, self._body :]
         for piece, places in zip(self._pieces, self._places, strict=True):
-            target, piece_steps = out[piece.elements], steps[:, piece.blocks]
+            piece_steps = steps[:, piece.blocks]
             if self._fast and piece.kernel_arguments is not None:
                 inputs = bodies.numpy(), places, np.int32(self._quantiser.sign), piece_steps.numpy()
-                self._fast.decode(*inputs, *piece.kernel_arguments, place_of(target), accumulate)
+                self._fast.decode(*inputs, *piece.kernel_arguments, place_of(out, piece.elements), accumulate)
                 continue
-            part = cast(Tensor, target)  # else ``in_pieces`` would be False
+            part = cast(Tensor, out[piece.elements])  # else ``in_pieces`` would be False
             if not accumulate:
                 part.zero_()
             piece_steps = piece_steps.reshape(-1, piece.shape[0], 1, *piece.shape[2:])
@@ -260,9 +260,9 @@ class LevelPlan(SourcePlan):
         """See ``ShardCoder``."""
         assert self._fast
         given = self._pieces[0].kernel_arguments or ()
-        inputs = source.arrays, shards.table.numpy(), messages.view(-1).numpy(), np.uint64(key)
+        inputs = shards.table.numpy(), messages.view(-1).numpy(), np.uint64(key), *given
         left = NOTHING if rest is None else rest.numpy()
-        source.read(self._fast.encode_shards(*inputs, *given, self._quantiser.top, self._largest, left))
+        source.feed(self._fast.encode_shards, *inputs, self._quantiser.top, self._largest, left)
 
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None

@@ -89,7 +89,7 @@ class SignPlan(SourcePlan):
             if by_kernel:
                 words, own = message[packed].numpy().view(np.uint32), source.part(elements)
                 left = NOTHING if rest is None else rest[elements].numpy()
-                own.read(self._move(own.arrays, words, values.numpy(), left))
+                own.feed(self._move, words, values.numpy(), left)
             else:
                 part = given[elements.start - others.start : elements.stop - others.start]
                 move_values(part.view(values.shape[1], -1), values)
@@ -105,7 +105,7 @@ class SignPlan(SourcePlan):
         for blocks, elements, packed, by_kernel in self._pieces:
             if by_kernel:
                 words = messages.numpy()[:, packed].view(np.uint32)
-                place = place_of(out[elements])
+                place = place_of(out, elements)
                 self._add(words, high[:, blocks].numpy(), low[:, blocks].numpy(), place, accumulate)
                 continue
             rows = cast(Tensor, out[elements]).view(blocks.stop - blocks.start, -1)
@@ -135,8 +135,8 @@ class SignPlan(SourcePlan):
 
     def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
         """See ``ShardCoder``."""
-        inputs = source.arrays, shards.table.numpy(), messages.view(-1).numpy(), len(self._values)
-        source.read(self._fast.encode_shards(*inputs, NOTHING if rest is None else rest.numpy()))
+        inputs = shards.table.numpy(), messages.view(-1).numpy(), len(self._values)
+        source.feed(self._fast.encode_shards, *inputs, NOTHING if rest is None else rest.numpy())
 
     def decode_shards(
         self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_compress.kernels import program
+
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 4}
 """Launch options. Products and sums are rounded separately, as in tensor operations."""
 
@@ -28,11 +30,60 @@ def kernel(function: Callable[..., None] | None = None, **settings: Any) -> Any:
     compiled = triton.jit(function, **settings)
 
     def run(*arguments: Any, **options: Any) -> Any:
-        with on_device_of(arguments[0]):
-            return type(compiled).run(compiled, *arguments, **options)
+        tape = program.here.tape
+        if tape is None:
+            with on_device_of(arguments[0]):
+                return type(compiled).run(compiled, *arguments, **options)
+        with tape.apart(), on_device_of(arguments[0]):
+            kept = type(compiled).run(compiled, *map(program.plain, arguments), **options)
+        tape.add(*bind(compiled, arguments, options, kept))
+        return kept
 
     compiled.run = run
     return compiled
+
+
+_VERSIONS = ("3.6.",)
+"""Versions of Triton whose launcher was read: its methods are private, and change."""
+
+
+def bind(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], kept: Any) -> program.Call:
+    """Return what launches a kernel again, without what Triton does at each launch to find the compiled kernel.
+
+    Arguments may differ in the next launch where the kernel does not depend on them: integers whose type is declared
+    and that it does not specialize on, and tensors at multiples of 16 bytes.
+
+    Args:
+        kernel: of ``kernel``.
+        arguments: by position.
+        options: by name; the grid, and constants and launch options.
+        kept: what the launch returned: Triton's ``CompiledKernel``, or None from its interpreter.
+
+    Returns:
+        a function and its arguments, which contain those of the launch as they are: a call of the compiled kernel, or
+        where Triton is not as it was read, or something watches launches, the same call of the kernel as before.
+    """
+    direct = _direct(kernel, arguments, options, kept) if triton.__version__.startswith(_VERSIONS) else None
+    return direct or (partial(type(kernel).run, kernel, **options), list(arguments))
+
+
+def _direct(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], kept: Any) -> program.Call | None:
+    """Return a call of the compiled kernel's launcher, as ``JITFunction.run`` makes it; None if it may do more."""
+    from triton import knobs
+
+    names, launcher = getattr(kernel, "arg_names", ()), getattr(kept, "run", None)
+    watched = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if not hasattr(launcher, "launch_pdl") or any(hook is not None and hook.calls for hook in watched):
+        return None
+    allocates = launcher.global_scratch_size or launcher.profile_scratch_size or kernel.pre_run_hooks
+    rest = names[len(arguments) :]
+    if allocates or not all(name in options for name in rest):
+        return None
+    grid = (*options["grid"], 1, 1)[:3]
+    modes = launcher.launch_cooperative_grid, launcher.launch_pdl
+    # without scratch memory, without the metadata that hooks read, and without hooks
+    before = *grid, program.STREAM, kept.function, *modes, None, None, kept.packed_metadata, None, None, None
+    return launcher.launch, [*before, *arguments, *(options[name] for name in rest)]
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ from lightning_compress.codecs import Rows
 from lightning_compress.collectives import Collective, World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Source
 from lightning_compress.exchanges import Exchange
 from lightning_compress.exchanges.message import Section
 from lightning_compress.planning.choose import Auto
@@ -38,7 +39,7 @@ def of_few_rows(rank: int, share: float, layout: Layout = LAYOUT) -> torch.Tenso
 def message_of(vector: torch.Tensor, layout: Layout) -> torch.Tensor:
     plan = Rows().plan(layout, CPU)
     message = torch.zeros(plan.message_size, dtype=torch.uint8)
-    plan.encode(vector.clone(), message, 0, keep=False)
+    plan.encode_from(Source(vector.clone()), None, message, 0)
     return message[: plan.used]
 
 
