@@ -132,7 +132,7 @@ class Vector:
 
     def _gradients(self, rest: Tensor, addend: Tensor | None = None) -> Gradients | None:
         """Return what is sent, if kernels for a CPU read it where it lies."""
-        if not self.raw or not self.in_memory:
+        if not self.raw or self.in_memory is None:
             return None
         terms = {start: [piece] for start, piece in zip(self.starts, self.pieces, strict=True)}
         if not self.errors:
@@ -156,7 +156,7 @@ class Vector:
             treated: see ``blocks.Segments``.
             codes: uint8, of all errors.
         """
-        if self.raw and self.in_memory:
+        if self.raw and self.in_memory is not None:
             self.errors = coded, treated, codes
         elif self.raw:
             self._gather(coded, treated, codes)
@@ -243,7 +243,7 @@ class Vector:
 
     def out(self) -> Tensor | Pieces:
         """Return where to write the means: over the gradients if that is possible, else to one vector."""
-        if self.in_memory:
+        if self.in_memory is not None:
             self.means = self.pieces
             return self.in_memory
         self.mean = self.take("mean" if self.rest.data_ptr() == self.take("gradient").data_ptr() else "gradient")

@@ -81,7 +81,9 @@ class SignPlan(SourcePlan):
         """See ``Plan.encode_from``."""
         self.check(rest, message)
         others = self._others
-        given = source.part(others).into(None if rest is None else rest[others])
+        given = source.spare[others]
+        if len(given):
+            given = source.part(others).into(None if rest is None else rest[others])
         for piece in pieces(len(given), self._chunk):  # a block may end within a byte
             pack(given[piece] >= 0, message[self._packed(slice(others.start + piece.start, others.start + piece.stop))])
         for blocks, elements, packed, by_kernel in self._pieces:
