@@ -64,8 +64,8 @@ KEEP, RESET, AVERAGE = 0, 1, 2
 def table(segments: Segments, most: int | None, device: torch.device) -> Tensor:
     """Return the segments as kernels read them: int64 ``[rows, 6]``, parameters cut to at most ``most`` elements.
 
-    A row is source, start in the vector, number of elements, first code, first exponent, and treatment. The caller does
-    not change it.
+    A row is source, start in the vector, number of elements, first code, first exponent, and treatment, which is
+    ``KEEP`` where there is no code. The caller does not change it.
 
     Args:
         segments: of a group.
@@ -76,7 +76,9 @@ def table(segments: Segments, most: int | None, device: torch.device) -> Tensor:
     for source, start, size, code, treated in segments.rows:
         for at in range(0, size, most or max(1, size)):
             places = (code + at, code + size + at // BLOCK) if code >= 0 else (-1, -1)
-            rows.append((source + at, start + at, min(size - at, most or size), *places, treated))
+            rows.append(
+                (source + at, start + at, min(size - at, most or size), *places, treated if code >= 0 else KEEP)
+            )
     return torch.tensor(rows, dtype=torch.int64).view(-1, 6).to(device)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -44,22 +44,14 @@ class Workspace:
         self.generation += 1
         self._memory = {key: memory for key, memory in self._memory.items() if names and key[0] not in names}
 
-    def used(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def used(self) -> Iterator[None]:
         """Use this workspace for all ``scratch`` calls of this thread inside the context."""
-        return _Used(self)
-
-
-class _Used(AbstractContextManager[None]):
-    """See ``Workspace.used``. A generator would take twice as many calls, in each bucket."""
-
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
-
-    def __enter__(self) -> None:
-        self._before, _local.workspace = _local.workspace, self._workspace
-
-    def __exit__(self, *_: object) -> None:
-        _local.workspace = self._before
+        before = use(self)
+        try:
+            yield
+        finally:
+            use(before)
 
 
 class _Local(threading.local):
@@ -68,6 +60,12 @@ class _Local(threading.local):
 
 
 _local = _Local()
+
+
+def use(workspace: Workspace) -> Workspace:
+    """Use a workspace for all ``scratch`` calls of this thread from now on, and return the one before."""
+    before, _local.workspace = _local.workspace, workspace
+    return before
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

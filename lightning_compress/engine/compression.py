@@ -116,7 +116,7 @@ class Compression:
             gradients: one per parameter, contiguous, of one floating-point dtype.
             started: called as soon as another thread may call ``reduce`` for the next bucket.
         """
-        with self.lanes.turn.held():
+        with self.lanes.turn:
             bucket = tuple(map(id, parameters))
             names = list(map(self._names.__getitem__, bucket))
             if not self._stepped and self._passes.again(names):
@@ -126,7 +126,7 @@ class Compression:
             sent_by_ddp, parts = self.groups.of(bucket, self.settings)
             self.meter.bytes_dense += sent_by_ddp
             for group, places in parts:
-                with self.lanes.taken(group.lane), group.lane.workspace.used():
+                with group.lane:
                     if group is parts[-1][0]:
                         started()
                     self._average(group, list(map(gradients.__getitem__, places)))

@@ -346,7 +346,7 @@ class DelayedCompression(Compression):
 
     def _end(self, average: Average, waited: tuple[float, float]) -> None:
         """Commit the states of a step, or roll them back; the threads have started its last bucket."""
-        with self.lanes.turn.held(), self.lanes.taken():  # until the last buckets are averaged
+        with self.lanes.turn, self.lanes.taken():  # until the last buckets are averaged
             if self.workers.failed:
                 return
             names, rejected = set(self._names.values()), self.finite.found()

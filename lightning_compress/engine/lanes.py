@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,19 +18,15 @@ from torch import Tensor
 from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World
 from lightning_compress.collectives.collective import Operation, Overlapping, Wait
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.core.workspace import Workspace
+from lightning_compress.core.workspace import Workspace, use
 
 
 class Turn:
-    """What the thread holds that computes, and gives to another thread while it waits."""
+    """What the thread holds that computes, as a context, and gives to another thread while it waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holder: int | None = None
-
-    def held(self) -> Turn:
-        """Return a context inside of which the thread holds the turn."""
-        return self
 
     def __enter__(self) -> None:
         self._take()
@@ -109,39 +105,29 @@ class TurnCollective(Collective):
 
 @dataclass
 class Lane:
-    """What one group at a time uses to be averaged.
+    """What one group at a time uses to be averaged: a context, in which its workspace is this thread's.
 
     Attributes:
         world: the ranks, over a transport of the lane's own.
+        turn: given to others while a thread waits for the lane.
         workspace: the scratch memory of the plans of its groups.
         free: held while a group is averaged.
     """
 
     world: World
+    turn: Turn
     workspace: Workspace = field(default_factory=Workspace)
     free: threading.Lock = field(default_factory=threading.Lock)
 
-
-class _Taken(AbstractContextManager[None]):
-    """See ``Lanes.taken``. A generator would take four times as many calls, in each bucket."""
-
-    def __init__(self, turn: Turn, lanes: Sequence[Lane]) -> None:
-        self._turn, self._lanes, self._taken = turn, lanes, list[Lane]()
-
     def __enter__(self) -> None:
-        try:
-            for lane in self._lanes:
-                if not lane.free.acquire(blocking=False):
-                    with self._turn.given():
-                        lane.free.acquire()
-                self._taken.append(lane)
-        except BaseException:
-            self.__exit__()
-            raise
+        if not self.free.acquire(blocking=False):
+            with self.turn.given():
+                self.free.acquire()
+        self._before = use(self.workspace)
 
     def __exit__(self, *_: object) -> None:
-        while self._taken:
-            self._taken.pop().free.release()
+        use(self._before)
+        self.free.release()
 
 
 class Lanes:
@@ -163,16 +149,21 @@ class Lanes:
             transports = [OrderedCollective(each) for each in transports]
         if len(transports) > 1:
             transports = [TurnCollective(each, self.turn) for each in transports]
-        self.all = [Lane(World(CountingCollective(each, meter), meter.device, meter)) for each in transports]
+        worlds = [World(CountingCollective(each, meter), meter.device, meter) for each in transports]
+        self.all = [Lane(world, self.turn) for world in worlds]
         self._turns = itertools.cycle(self.all)
 
     def next(self) -> Lane:
         """Return the lane of a new group: each in turn, so that neighbours have different ones."""
         return next(self._turns)
 
-    def taken(self, *lanes: Lane) -> AbstractContextManager[None]:
-        """Have these lanes, or all, for oneself inside the context; while waiting for them, others have the turn."""
-        return _Taken(self.turn, lanes or self.all)
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Have all lanes for oneself inside the context; while waiting for them, others have the turn."""
+        with ExitStack() as stack:
+            for lane in self.all:
+                stack.enter_context(lane)
+            yield
 
     def clear(self) -> None:
         """Free the scratch memory."""

@@ -83,18 +83,18 @@ def test_whoever_waits_gives_the_turn():
             assert free.wait(10)
 
     def waiting():
-        with turn.held():
+        with turn:
             TurnCollective(Slow(), turn).all_reduce(torch.ones(1))
 
     thread = threading.Thread(target=waiting)
     thread.start()
     assert begun.wait(10)
-    with turn.held():  # although the thread is not done
+    with turn:  # although the thread is not done
         assert thread.is_alive()
     free.set()
     thread.join(10)
     assert not thread.is_alive()
-    with turn.held(), turn.given():
+    with turn, turn.given():
         pass
 
 
