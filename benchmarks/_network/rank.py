@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from benchmarks.harness.models import MODELS, batch
 from benchmarks.harness.rank import spanned
 from lightning_compress import Compression
 from lightning_compress.exchanges.message import MessagePlan
+from lightning_compress.exchanges.shards import ShardMessages
 
 
 def find(told: dict[str, Any]) -> dict[str, Any]:
@@ -174,13 +175,31 @@ def hearing_auto() -> Iterator[list[str]]:
 def counting_bits() -> Iterator[list[int]]:
     """Bytes of the messages that codecs made, padding and flags included, and elements that went into them."""
     counted = [0, 0]
-    encode = MessagePlan.encode
+    encode, plan_shards, encode_shards = MessagePlan.encode, ShardMessages.of, ShardMessages.encode
+    plans: dict[int, list[MessagePlan]] = {}
+
+    def count(plan: MessagePlan, used: int) -> None:
+        counted[0] += used
+        counted[1] += sum(span.stop - span.start for span in plan.spans)
 
     def watched(plan: MessagePlan, *arguments: Any, **named: Any) -> int:
         used = encode(plan, *arguments, **named)
-        counted[0] += used
-        counted[1] += sum(stretch.stop - stretch.start for stretch, _ in plan._parts)
+        count(plan, used)
         return used
 
-    with mock.patch.object(MessagePlan, "encode", watched):
+    def planned(messages: Sequence[tuple[int, MessagePlan, int]], *more: Any) -> ShardMessages:
+        shards = plan_shards(messages, *more)
+        plans[id(shards)] = [plan for _, plan, _ in messages]
+        return shards
+
+    def shards_watched(shards: ShardMessages, *arguments: Any) -> None:
+        encode_shards(shards, *arguments)
+        for plan in plans[id(shards)]:
+            count(plan, plan.size)
+
+    with (
+        mock.patch.object(MessagePlan, "encode", watched),
+        mock.patch.object(ShardMessages, "of", planned),
+        mock.patch.object(ShardMessages, "encode", shards_watched),
+    ):
         yield counted
