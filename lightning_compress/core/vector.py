@@ -222,6 +222,8 @@ class Vector:
     def spoil(self) -> None:
         """Note on a CPU that a gradient is not finite, before anything is written to the gradients."""
         self.flag.fill_(torch.nan)
+        if self.nonfinite:  # all pieces were looked at
+            return
         limit = min(self.limit, _LARGEST)
         self.nonfinite = [number for number, piece in enumerate(self.pieces) if not piece.abs().max() <= limit]
 
