@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -165,3 +166,35 @@ class Gradients(Source):
 def kernel() -> Any:
     """Return the kernels for a CPU."""
     return kernels.backend(__name__, torch.device("cpu"), "numba")
+
+
+@dataclass(frozen=True)
+class Adjacent:
+    """Tensors that together fill a piece of memory, in any order.
+
+    Attributes:
+        first: the tensor at the lowest address.
+        places: of each tensor, the elements from there to its own first one.
+        numel: elements of all of them.
+    """
+
+    first: Tensor
+    places: tuple[int, ...]
+    numel: int
+
+    def whole(self) -> Tensor:
+        """Return all of them as one tensor."""
+        return self.first.as_strided((self.numel,), (1,))
+
+
+def adjacent(tensors: Sequence[Tensor]) -> Adjacent | None:
+    """Return where contiguous tensors of one dtype lie if they fill one piece of one storage, as in a bucket."""
+    first = min(tensors, key=torch.Tensor.data_ptr)
+    size, begin = first.element_size(), first.data_ptr()
+    places = tuple((each.data_ptr() - begin) // size for each in tensors)
+    numel, last = sum(each.numel() for each in tensors), tensors[max(range(len(places)), key=places.__getitem__)]
+    if last.data_ptr() + last.nbytes - begin != numel * size:
+        return None
+    if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        return None
+    return Adjacent(first, places, numel)

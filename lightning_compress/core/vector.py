@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.core import blocks, source
 from lightning_compress.core.blocks import Segments, table
-from lightning_compress.core.source import NOTHING, Gradients, Pieces, Source
+from lightning_compress.core.source import NOTHING, Adjacent, Gradients, Pieces, Source, adjacent
 from lightning_compress.core.workspace import pieces, scratch
 from lightning_compress.kernels import program
 
@@ -222,10 +222,10 @@ class Vector:
     def spoil(self) -> None:
         """Note on a CPU that a gradient is not finite, before anything is written to the gradients."""
         self.flag.fill_(torch.nan)
-        if self.nonfinite:  # all pieces were looked at
-            return
         limit = min(self.limit, _LARGEST)
-        self.nonfinite = [number for number, piece in enumerate(self.pieces) if not piece.abs().max() <= limit]
+        self.nonfinite = self.nonfinite or [
+            number for number, piece in enumerate(self.pieces) if not piece.abs().max() <= limit
+        ]
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Split a vector into parts as long as the pieces."""
@@ -264,38 +264,6 @@ class Vector:
         poison(self.means if self.mean is None else [self.mean], self.flag)
         if self.means is not self.pieces:
             torch._foreach_copy_(self.pieces, self.means)
-
-
-@dataclass(frozen=True)
-class Adjacent:
-    """Tensors that together fill a piece of memory, in any order.
-
-    Attributes:
-        first: the tensor at the lowest address.
-        places: of each tensor, the elements from there to its own first one.
-        numel: elements of all of them.
-    """
-
-    first: Tensor
-    places: tuple[int, ...]
-    numel: int
-
-    def whole(self) -> Tensor:
-        """Return all of them as one tensor."""
-        return self.first.as_strided((self.numel,), (1,))
-
-
-def adjacent(tensors: Sequence[Tensor]) -> Adjacent | None:
-    """Return where contiguous tensors of one dtype lie if they fill one piece of one storage, as in a bucket."""
-    first = min(tensors, key=torch.Tensor.data_ptr)
-    size, begin = first.element_size(), first.data_ptr()
-    places = tuple((each.data_ptr() - begin) // size for each in tensors)
-    numel, last = sum(each.numel() for each in tensors), tensors[max(range(len(places)), key=places.__getitem__)]
-    if last.data_ptr() + last.nbytes - begin != numel * size:
-        return None
-    if last.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-        return None
-    return Adjacent(first, places, numel)
 
 
 _FLAGS = 256

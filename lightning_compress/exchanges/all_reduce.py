@@ -18,8 +18,8 @@ from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import Collective, World
 from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.random import mix
+from lightning_compress.core.source import adjacent
 from lightning_compress.core.state import States
-from lightning_compress.core.vector import adjacent
 from lightning_compress.core.workspace import Messages, chunk_size
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
 from lightning_compress.exchanges.message import MessagePlan, Section
