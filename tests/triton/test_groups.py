@@ -8,6 +8,7 @@ import torch
 
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.core.source import Source
 from lightning_compress.engine.group import Group
 from lightning_compress.settings.run_state import RunState
 from tests.helpers.processor import needs_fused_adds
@@ -136,15 +137,13 @@ def _same(by, device, run, ranks=3):
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
 def test_gradient_and_residual_are_added_up_by_the_codec(exchange, device, by, monkeypatch):
-    from lightning_compress.codecs.codec import KernelPlan
+    calls, pointers = [], Source.pointers
 
-    calls, encode = [], KernelPlan.encode_from
+    def counted(source, rest):
+        calls.extend([source] * (source.addend is not None))
+        return pointers(source, rest)
 
-    def counted(self, source, *arguments):
-        calls.extend([self] * (source.addend is not None))
-        encode(self, source, *arguments)
-
-    monkeypatch.setattr(KernelPlan, "encode_from", counted)
+    monkeypatch.setattr(Source, "pointers", counted)
     by("triton")
     settings = RunState.of({"name": "onebit", "block": 512}, exchange)
     run_threads(2, lambda collective: program(collective, device, settings, plain, False, False))
