@@ -1,6 +1,8 @@
 """Imported by the process of which pytest's workers are forks: what many tests import, and compiled kernels."""
 
+import atexit
 import os
+import sys
 from contextlib import suppress
 from importlib import import_module
 
@@ -32,9 +34,19 @@ def _compile_kernels():
     run_threads(2, rank)
 
 
+def _leave_directories():
+    """In a fork: leave wandb's directories to this process, or the first fork that ends would remove them."""
+    artifacts, media = (sys.modules.get(f"wandb.sdk.{name}") for name in ("artifacts.artifact", "data_types._private"))
+    for directory in (media and media.MEDIA_TMP, artifacts and artifacts.Artifact._TMP_DIR):
+        if directory:
+            directory._finalizer.detach()
+            atexit.unregister(directory.cleanup)
+
+
 for name in OTHERS:
     with suppress(ImportError):
         import_module(name)
+os.register_at_fork(after_in_child=_leave_directories)
 if kernels.compiler(CPU) is not None:
     _compile_kernels()
 with open(os.devnull, "w") as nowhere:  # for what ranks say
