@@ -28,16 +28,9 @@ TILE = 16
 
 LARGEST = 2.0**100
 """Largest magnitude of a gradient, 1.3e30. Adding larger ones to a residual could overflow after some steps."""
-LARGEST_BITS = 0x71800000
-"""The bits of ``LARGEST`` as a float32. Infinity and NaN have larger bits."""
 
 VARIABLE = "LIGHTNING_COMPRESS_KERNELS"
 CHOICES = ("auto", "torch", "triton")
-
-
-def sound(largest: int) -> bool:
-    """Return True if the largest magnitude, given as the bits of a float32, is above 0 and at most ``LARGEST``."""
-    return 0 < largest <= LARGEST_BITS
 
 
 _asked = os.environ.get(VARIABLE, "auto")
