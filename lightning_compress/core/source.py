@@ -98,7 +98,9 @@ class Pieces:
         return self.place[3]
 
     def __getitem__(self, span: slice) -> Pieces:
-        numbers, rows, begin, _ = self.place
+        numbers, rows, begin, numel = self.place
+        if span.start == 0 and span.stop == numel:
+            return self
         return Pieces((numbers, rows, begin + span.start, span.stop - span.start))
 
     @property
@@ -141,8 +143,10 @@ class Gradients(Source):
 
     def part(self, span: slice) -> Gradients:
         """See ``Source``."""
+        if (pieces := self._pieces[span]) is self._pieces:
+            return self
         addend = None if self.addend is None else self.addend[span]
-        return Gradients(self._pieces[span], self.spare[span], self._tensors, self._check, addend, self._codes)
+        return Gradients(pieces, self.spare[span], self._tensors, self._check, addend, self._codes)
 
     def into(self, out: Tensor | None) -> Tensor:
         """See ``Source``; zeros if a gradient is not finite."""

@@ -24,7 +24,7 @@ from lightning_compress.core.registry import build
 from lightning_compress.core.source import Source
 from lightning_compress.core.state import States, StateSpec
 from lightning_compress.exchanges.head import LENGTH
-from lightning_compress.exchanges.message import MessagePlan, Out, Section, whole
+from lightning_compress.exchanges.message import MessagePlan, Out, Section, room_for
 
 META = torch.device("meta")
 """The device of plans without memory. They are made to read their cost and never run."""
@@ -142,8 +142,10 @@ class ExchangePlan:
         """
         if source is not None:
             source.into(vector)
-        with whole(out) as mean:
-            self.average(vector, mean, key, flag)
+        mean = room_for(out)
+        self.average(vector, mean, key, flag)
+        if mean is not out:
+            out.copy_(mean)
 
     def average(self, vector: Tensor, out: Tensor, key: int, flag: Tensor) -> None:
         """Do the work of ``mean`` for one vector and one tensor ``out``; a plan that fuses more overrides ``mean``."""

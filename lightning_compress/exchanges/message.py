@@ -9,7 +9,6 @@ section begins where the previous one ends.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -91,20 +90,16 @@ class Section:
         return replace(self, layout=self.layout.cut(first, last), start=self.start + first)
 
 
-@contextmanager
-def whole(out: Out, enough: bool = False) -> Iterator[Tensor]:
-    """Yield where to write a vector: ``out``, or scratch memory, which is copied to the pieces of ``out`` on exit.
+def room_for(out: Out, pieces: bool = False) -> Tensor:
+    """Return where to write a vector that goes to ``out``: there, or scratch memory, to be copied to its pieces after.
 
     Args:
         out: float32.
-        enough: pieces are good enough.
+        pieces: who writes can write to pieces.
     """
-    if isinstance(out, Tensor) or enough:
-        yield cast(Tensor, out)
-        return
-    vector = scratch("one vector", len(out), torch.float32, torch.device("cpu"))
-    yield vector
-    out.copy_(vector)
+    if isinstance(out, Tensor) or pieces:
+        return cast(Tensor, out)
+    return scratch("one vector", len(out), torch.float32, torch.device("cpu"))
 
 
 @cache
@@ -317,14 +312,17 @@ class MessagePlan:
             rows = self._starts_of(messages) if self.variable else [[self._header, *self._ends]]
             for number, (span, plan) in enumerate(self._parts):
                 starts = [row[number] for row in rows]
-                with whole(out[span], plan.in_pieces and not self.variable) as part:
-                    if len(set(starts)) <= 1:  # always so if no earlier section varies
-                        start = starts[0] if starts else 0
-                        plan.decode(messages[:, start : start + plan.message_size], part, weight, accumulate)
-                        continue
+                part = out[span]
+                vector = room_for(part, plan.in_pieces and not self.variable)
+                if len(set(starts)) <= 1:  # always so if no earlier section varies
+                    start = starts[0] if starts else 0
+                    plan.decode(messages[:, start : start + plan.message_size], vector, weight, accumulate)
+                else:
                     for row, start in enumerate(starts):
                         message = messages[row : row + 1, start : start + plan.message_size]
-                        plan.decode(message, part, weight, accumulate or row > 0)
+                        plan.decode(message, vector, weight, accumulate or row > 0)
+                if vector is not part:
+                    part.copy_(vector)
 
     def _starts_of(self, messages: Tensor) -> list[list[int]]:
         """Return, for each message of variable length, where its sections begin and where the last one ends."""

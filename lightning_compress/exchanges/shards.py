@@ -14,7 +14,7 @@ from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, ShardCoder,
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.random import mix
 from lightning_compress.core.source import Source
-from lightning_compress.exchanges.message import MessagePlan, Out, section_key, whole
+from lightning_compress.exchanges.message import MessagePlan, Out, room_for, section_key
 
 
 class _Alone(NamedTuple):
@@ -88,14 +88,15 @@ class ShardMessages:
             for coder, shards, _ in self.together:
                 coder.decode_shards(messages, shards, out, weight, accumulate, skip)
             for each in self.alone:
-                with whole(out[each.span], each.plan.in_pieces) as part:
-                    if skip is None:
-                        each.plan.decode(each.message(messages)[None], part, weight, accumulate)
-                        continue
-                    for others in (messages[:skip], messages[skip + 1 :]):
-                        if len(others):
-                            own = others[:, each.at : each.at + each.plan.message_size]
-                            each.plan.decode(own, part, weight, accumulate)
+                part, plan = out[each.span], each.plan
+                vector = room_for(part, plan.in_pieces)
+                if skip is None:
+                    plan.decode(each.message(messages)[None], vector, weight, accumulate)
+                for others in () if skip is None else (messages[:skip], messages[skip + 1 :]):
+                    if len(others):
+                        plan.decode(others[:, each.at : each.at + plan.message_size], vector, weight, accumulate)
+                if vector is not part:
+                    part.copy_(vector)
 
 
 def _planned(shards: Sequence[_Alone], device: torch.device) -> tuple[ShardCoder, Shards] | None:
