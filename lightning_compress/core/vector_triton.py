@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lightning_compress.core.blocks import AVERAGE, Segments, table
 from lightning_compress.core.blocks_triton import decoded
-from lightning_compress.core.vector import Rows
-from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, write
+from lightning_compress.core.told import Rows, Told
+from lightning_compress.core.told_triton import flag_of, is_used
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, width_of, write
 
 _AVERAGE = tl.constexpr(AVERAGE)
 
@@ -46,24 +47,29 @@ def _aligned(places: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 
 
 def scatter(
-    mean: Tensor, places: Sequence[int], sizes: Sequence[int], flag: Tensor, first: Tensor, rows: Rows | None
-) -> None:
+    mean: Tensor, places: Sequence[int], sizes: Sequence[int], flag: Tensor, first: Tensor, rows: Rows | None,
+    told: Told | None,
+) -> None:  # fmt: skip
     """Copy a vector's parts to where the gradients are, and add a flag.
 
     Args:
         mean: float32 ``[numel]``.
         places: of each gradient, its distance in elements from ``first``.
         sizes: of each gradient, its elements.
-        flag: float32 scalar.
+        flag: float32 scalar; becomes NaN if one of ``told`` is not finite.
         first: the gradient at the lowest address, of any floating-point dtype.
         rows: some of the gradients' rows are zeroed; or None.
+        told: messages that say which, each a whole gradient; or None.
     """
     cut = (0,) * len(sizes), (0,) * len(sizes)
-    tiles = _tiles(tuple(places), tuple(sizes), *((rows.firsts, rows.counts) if rows else cut), mean.device)
+    if rows:
+        cut = told.of(rows) if told else rows.firsts, rows.counts
+    tiles = _tiles(tuple(places), tuple(sizes), *cut, mean.device)
     if len(tiles):
-        used = rows.used if rows else mean
-        constants = rows is not None, _aligned(tuple(places), tuple(sizes)), _TILE
-        _scatter[(len(tiles),)](mean, tiles, flag, used, first, *constants, **OPTIONS)
+        used = told.messages if told else rows.used if rows else mean
+        step, count, several = (told.messages.stride(0), len(told.messages), told.several) if told else (0, 0, 0)
+        constants = count, width_of(count), several, rows is not None, _aligned(tuple(places), tuple(sizes)), _TILE
+        _scatter[(len(tiles),)](mean, tiles, flag, used, step, first, *constants, **OPTIONS)
 
 
 @lru_cache(maxsize=4096)
@@ -142,29 +148,42 @@ def _gather_tile(
 
 @kernel
 def _scatter(
-    mean, tiles, flag, used, first, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+    mean, tiles, flag, used, step: tl.int64, first,
+    TOLD: tl.constexpr, WIDTH: tl.constexpr, SEVERAL: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
+    value = tl.load(flag)
+    if TOLD:
+        told = flag_of(used, step, TOLD, WIDTH)
+        if told != 0.0:  # True for NaN
+            value = told
+            if tl.program_id(0) == 0:
+                tl.store(flag, told)
     tile = tiles + tl.program_id(0).to(tl.int64) * 6
     if tl.load(tile + 2) == TILE:
-        _scatter_tile(mean, tile, flag, used, first, ROWS, ALIGNED, TILE, True)
+        _scatter_tile(mean, tile, value, used, step, first, SEVERAL, WIDTH, ROWS, ALIGNED, TILE, True)
     else:
-        _scatter_tile(mean, tile, flag, used, first, ROWS, ALIGNED, TILE, False)
+        _scatter_tile(mean, tile, value, used, step, first, SEVERAL, WIDTH, ROWS, ALIGNED, TILE, False)
 
 
 @triton.jit
 def _scatter_tile(
-    mean, tile, flag, used, first,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+    mean, tile, flag, used, step, first,
+    SEVERAL: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     place, start = _place(tile, ALIGNED)
     at = tl.arange(0, TILE)
     inside = at < tl.load(tile + 2)
     values = read(mean + start, at, inside, WHOLE)
-    if ROWS:
+    if SEVERAL and ROWS:  # each row is a whole gradient
+        if (tl.load(tile + 5) > 0) and not is_used(used, step, tl.load(tile + 4), SEVERAL, WIDTH):
+            values = tl.zeros([TILE], tl.float32)
+    elif ROWS:
         width = tl.load(tile + 5)
         row = tl.load(tile + 4) + (tl.load(tile + 3) + at) // tl.maximum(width, 1)
         values = tl.where(tl.load(used + row, mask=inside & (width > 0), other=1) != 0, values, 0.0)
-    values += tl.load(flag)
+    values += flag
     write(first + place, at, values.to(first.dtype.element_ty), inside, WHOLE)
 
 

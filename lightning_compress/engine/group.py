@@ -11,18 +11,18 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs import Dense
-from lightning_compress.codecs.cast import StochasticRounding, dense_of
+from lightning_compress.codecs.cast import dense_of
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
-from lightning_compress.core.source import Source
-from lightning_compress.core.state import State, States, StateSpec
+from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.vector import Stage, Vector, kernel_of, new_flag, poison
 from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
 from lightning_compress.engine.lanes import Lane
 from lightning_compress.engine.programs import Programs, ours
+from lightning_compress.engine.residual import ErrorFeedback, KeptErrors
 from lightning_compress.engine.unused import KeptStates, plan_unused
 from lightning_compress.exchanges import AllReduce, Exchange, composite
 from lightning_compress.exchanges.all_reduce import average_in_place, extremes
@@ -97,6 +97,8 @@ class Group:
         self._stages, self._dense_steps = self._plan_stages(unused), settings.dense_steps
         self._unscale = Unscale()
         self._exchange = self._plan_exchange()
+        # whoever writes the means reads the heads, then, if nothing else has to know what they say
+        self._tells = self._kernels[1] is not None and (self._looking is None or self._looking.late)
         known = ours(settings.exchange, *(each.method for each in self._sections))
         self._programs = Programs(self._stages, self.states.values(), world, known)
         self._dense: ExchangePlan | None = None
@@ -125,7 +127,7 @@ class Group:
         stages: list[Stage] = []
         embeddings = settings.rules.of_kind("embedding")
         looking = plan_unused(self._sections, self._segments, embeddings, self.states, world, unused)
-        self._marks = looking.marks if looking else None
+        self._looking, self._marks = looking, looking.marks if looking else None
         self._keeps = looking is not None and bool(looking.kept)
         if looking and self._keeps:
             stages.append(KeptStates(looking))
@@ -308,11 +310,14 @@ class Group:
         """Average the vector over the ranks; what was not sent stays in it."""
         meter, rest, source = self._world.meter, vector.rest, vector.source
         assert source
+        plan.tells = self._tells and vector.bucket is not None
         if not meter.sampling:
             plan.mean(rest, vector.out(), mix(*vector.draws), vector.flag, source)
+            vector.told = plan.told
             return
         before = source.into(rest).norm()
         plan.mean(rest, vector.out(), mix(*vector.draws), vector.flag)
+        vector.told = plan.told
         meter.add_error(before, rest.norm())
 
     def _note(self, flag: Tensor, pieces: Sequence[Tensor]) -> Tensor:
@@ -340,61 +345,3 @@ class Unscale(Stage):
         """See ``Stage``."""
         assert vector.scale is not None
         torch._foreach_mul_(vector.means, vector.scale)
-
-
-class ErrorFeedback(Stage):
-    """Add the residual to the gradients; what is not sent becomes the next residual, in the same memory.
-
-    Args:
-        residual: the state that holds it.
-        decay: factor of the old residual, once per step.
-    """
-
-    def __init__(self, residual: State, decay: float) -> None:
-        self._residual, self._decay = residual, decay
-        self._halved = residual.committed.dtype != torch.float32
-
-    def phase(self, step: int) -> tuple[()]:
-        """See ``Stage``."""
-        return ()
-
-    def before(self, vector: Vector) -> None:
-        """See ``Stage``."""
-        residual, decay = self._residual, self._decay
-        if vector.source is not None:  # the correction has added the residual
-            return
-        if residual.touched and decay != 1:  # a later pass: decay only the parameters whose step begins with it
-            residual.decay(decay)
-            decay = 1.0
-        rest = vector.take("mean") if self._halved else residual.pending
-        if self._halved or residual.touched or decay != 1:
-            torch.add(vector.whole(), residual.base(), alpha=decay, out=rest)
-            vector.source, vector.rest = Source(rest), rest
-        else:
-            vector.send(rest, residual.committed)
-
-
-class KeptErrors(Stage):
-    """Reduce the residual: round it to its dtype, or drop the part that is noise.
-
-    Args:
-        residual: the state that holds it; if it is not float32, values are rounded to it stochastically.
-        noise: slices without a residual, because an unbiased method's error is noise.
-        rank: of this process.
-    """
-
-    def __init__(self, residual: State, noise: Sequence[slice], rank: int) -> None:
-        self._residual, self._noise, self._rank = residual, noise, rank
-        device, halved = residual.committed.device, residual.committed.dtype != torch.float32
-        self._rounding = StochasticRounding(residual.layout.numel, device) if halved else None
-
-    def phase(self, step: int) -> tuple[()]:
-        """See ``Stage``."""
-        return ()
-
-    def after(self, vector: Vector) -> None:
-        """See ``Stage``."""
-        for place in self._noise:
-            vector.rest[place].zero_()
-        if self._rounding:
-            self._rounding.round(vector.rest, self._residual.pending, mix(*vector.draws, self._rank))

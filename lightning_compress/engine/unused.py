@@ -21,7 +21,8 @@ from lightning_compress import kernels
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Segment
 from lightning_compress.core.state import State
-from lightning_compress.core.vector import Rows, Stage, Vector
+from lightning_compress.core.told import Rows
+from lightning_compress.core.vector import Stage, Vector
 from lightning_compress.exchanges.composite import EXCHANGE
 from lightning_compress.exchanges.head import Marks
 from lightning_compress.exchanges.message import Section
@@ -56,7 +57,12 @@ class Unused(Stage):
         mixed: parameters of methods that do not keep zeros.
         states: of the group, by name.
         world: the ranks.
+
+    Attributes:
+        late: whoever writes the means reads in the messages what is unused; see ``Told``.
     """
+
+    late = False
 
     def __init__(
         self, kept: Sequence[Block], mixed: Sequence[Block], states: Mapping[str, State], world: World
@@ -226,6 +232,8 @@ class FusedUnused(Unused):
         self._kernel, self._device = kernel, world.device
         self._tables = {id(blocks): self._table(blocks) for blocks in (self.kept, self._mixed)}
         self._places: dict[int, Tensor] = {}
+        # rows of embeddings would be looked up in all messages, element by element
+        self.late = not kept and not states and all(block.rows == 1 for block in mixed)
 
     def phase(self, step: int) -> tuple[()]:
         """See ``Stage``."""

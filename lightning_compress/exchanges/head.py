@@ -10,7 +10,7 @@ first section's dtype. It is infinite on a rank that could not read a message it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,10 +88,16 @@ class Head:
     def _index(self) -> Tensor:
         return torch.tensor(self.rows, dtype=torch.int64).to(self._device)
 
-    def write(self, message: Tensor, flag: Tensor) -> None:
-        """Write the flag and the bits of this rank to ``message``, uint8 ``[size]``; the rest was zeros."""
+    def write(self, message: Tensor, flag: Tensor, late: bool = False) -> None:
+        """Write the flag and the bits of this rank to ``message``, uint8 ``[size]``; the rest was zeros.
+
+        Args:
+            message: see above.
+            flag: float32 scalar.
+            late: ``read`` is not called afterwards; kernels then leave zeros in this rank's mask.
+        """
         if self._fused:
-            self._fused.write(message, flag, *self.masks, self._index, self.bits, self.dtype)
+            self._fused.write(message, flag, *self.masks, self._index, self.bits, self.dtype, late)
             return
         message[:ALIGNMENT].view(self.dtype)[:1].copy_(flag)
         if self.rows:
@@ -121,6 +127,16 @@ class Head:
         if messages.stride(0) % size or messages.storage_offset() % size:
             messages = messages[:, :ALIGNMENT].contiguous()
         return messages[:, :ALIGNMENT].view(self.dtype)[:, 0].float()
+
+
+def bits_of(heads: Iterable[tuple[Head, int]]) -> tuple[int, ...]:
+    """Return for each row of a mask a bit that some head has for it; see ``Told``.
+
+    Args:
+        heads: each with the first byte of its message.
+    """
+    places = {row: 8 * (first + head.bits) + number for head, first in heads for number, row in enumerate(head.rows)}
+    return tuple(places.get(row, -1) for row in range(max(places, default=-1) + 1))
 
 
 def _packed(rows: Tensor, out: Tensor) -> None:

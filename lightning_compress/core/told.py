@@ -1,0 +1,40 @@
+"""What ranks tell each other in the heads of their messages, as kernels read it for whom it concerns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Rows of gradients, of which some are unused.
+
+    Attributes:
+        firsts: of each gradient, the index of its first row in ``used``.
+        counts: of each gradient, how many rows of one length it has; 0 if it is used.
+        used: uint8, 0 for unused rows.
+    """
+
+    firsts: tuple[int, ...]
+    counts: tuple[int, ...]
+    used: Tensor
+
+
+class Told(NamedTuple):
+    """Messages that arrived, and whose heads are read by whoever writes the means.
+
+    Attributes:
+        messages: uint8 ``[W, size]``; each begins with its flag, float32.
+        bits: for each row of ``Rows.used``, the bit that says whether it is used, counted from the first byte on.
+        several: how many messages have such a bit: all of them at the same place, or 1.
+    """
+
+    messages: Tensor
+    bits: tuple[int, ...]
+    several: int
+
+    def of(self, rows: Rows) -> tuple[int, ...]:
+        """Return the bit of each gradient, all of which are one row; -1 for one without."""
+        firsts = zip(rows.firsts, rows.counts, strict=True)
+        return tuple(self.bits[first] if count else -1 for first, count in firsts)
