@@ -34,7 +34,22 @@ class Told(NamedTuple):
     bits: tuple[int, ...]
     several: int
 
-    def of(self, rows: Rows) -> tuple[int, ...]:
-        """Return the bit of each gradient, all of which are one row; -1 for one without."""
-        firsts = zip(rows.firsts, rows.counts, strict=True)
-        return tuple(self.bits[first] if count else -1 for first, count in firsts)
+
+class Bits(NamedTuple):
+    """For each gradient, where a bit says whether it is used.
+
+    Attributes:
+        memory: uint8 ``[n, size]``, in each of which a gradient's bit is at the same place; one that is set is enough.
+        places: of each gradient, its bit, counted from the first byte on; -1 if it is used.
+    """
+
+    memory: Tensor
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: Rows, told: Told | None) -> Bits:
+        """Return those of gradients that are one row each."""
+        firsts = list(zip(rows.firsts, rows.counts, strict=True))
+        if told is None:
+            return cls(rows.used[None], tuple(8 * first if count else -1 for first, count in firsts))
+        return cls(told.messages[: told.several], tuple(told.bits[first] if count else -1 for first, count in firsts))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_compress.core.blocks import AVERAGE, Segments, table
 from lightning_compress.core.blocks_triton import decoded
-from lightning_compress.core.told import Rows, Told
+from lightning_compress.core.told import Bits, Rows, Told
 from lightning_compress.core.told_triton import flag_of, is_used
 from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, width_of, write
 
@@ -63,7 +63,7 @@ def scatter(
     """
     cut = (0,) * len(sizes), (0,) * len(sizes)
     if rows:
-        cut = told.of(rows) if told else rows.firsts, rows.counts
+        cut = Bits.of(rows, told).places if told else rows.firsts, rows.counts
     tiles = _tiles(tuple(places), tuple(sizes), *cut, mean.device)
     if len(tiles):
         used = told.messages if told else rows.used if rows else mean

@@ -126,7 +126,8 @@ class Group:
         settings, world, residual = self.settings, self._world, self.residual
         stages: list[Stage] = []
         embeddings = settings.rules.of_kind("embedding")
-        looking = plan_unused(self._sections, self._segments, embeddings, self.states, world, unused)
+        given = self.states, world, unused, set(self.states) <= {LOCO}
+        looking = plan_unused(self._sections, self._segments, embeddings, *given)
         self._looking, self._marks = looking, looking.marks if looking else None
         self._keeps = looking is not None and bool(looking.kept)
         if looking and self._keeps:

@@ -218,6 +218,7 @@ class FusedUnused(Unused):
     Args:
         kernel: ``unused_triton.py``.
         kept, mixed, states, world: see ``Unused``.
+        late: whatever needs to know what is unused can read it in the messages.
     """
 
     def __init__(
@@ -227,13 +228,14 @@ class FusedUnused(Unused):
         mixed: Sequence[Block],
         states: Mapping[str, State],
         world: World,
+        late: bool,
     ) -> None:
         super().__init__(kept, mixed, states, world)
         self._kernel, self._device = kernel, world.device
         self._tables = {id(blocks): self._table(blocks) for blocks in (self.kept, self._mixed)}
         self._places: dict[int, Tensor] = {}
         # rows of embeddings would be looked up in all messages, element by element
-        self.late = not kept and not states and all(block.rows == 1 for block in mixed)
+        self.late = late and not kept and all(block.rows == 1 for block in mixed)
 
     def phase(self, step: int) -> tuple[()]:
         """See ``Stage``."""
@@ -284,7 +286,8 @@ class FusedUnused(Unused):
             super()._clear(blocks, mask, vector, mixed)
             return
         table = self._tables[id(blocks)]
-        if mixed and not self._states and vector.fused and vector.bucket:  # then none is kept
+        if mixed and (self.late or not self._states) and vector.fused and vector.bucket:
+            # whoever writes the means zeroes these, and LoCo takes what was not sent of them for zeros
             vector.rows = Rows(*self._rows(len(vector.pieces)), mask)
             return
         targets = (vector.mean, vector.rest) if mixed and self._states else (vector.mean,)
@@ -333,6 +336,7 @@ def plan_unused(
     states: Mapping[str, State],
     world: World,
     unused: bool,
+    late: bool,
 ) -> Unused | None:
     """Plan the checks for vectors of these segments.
 
@@ -343,6 +347,7 @@ def plan_unused(
         states: of the group, by name.
         world: the ranks.
         unused: parameters may be without a gradient.
+        late: see ``FusedUnused``.
 
     Returns:
         None if zeros stay zeros and no state has to be kept.
@@ -357,4 +362,4 @@ def plan_unused(
     if not kept and not mixed:
         return None
     fused = kernels.backend(__name__, world.device)
-    return FusedUnused(fused, kept, mixed, states, world) if fused else Unused(kept, mixed, states, world)
+    return FusedUnused(fused, kept, mixed, states, world, late) if fused else Unused(kept, mixed, states, world)
