@@ -53,3 +53,25 @@ class Bits(NamedTuple):
         if told is None:
             return cls(rows.used[None], tuple(8 * first if count else -1 for first, count in firsts))
         return cls(told.messages[: told.several], tuple(told.bits[first] if count else -1 for first, count in firsts))
+
+
+class Opening(NamedTuple):
+    """The heads of the messages that a rank is about to send, for the kernel that gathers what they are about.
+
+    Attributes:
+        messages: uint8 ``[n, size]``, each for one peer.
+        own: uint8 ``[size]``, has the head for this rank itself in place of its row of ``messages``.
+        rank: of this process; -1 if there is no such row.
+        rows: int32 ``[n, 1 + most]``, of each head how many bits it has, and which row of the mask each is about.
+        bits: the first byte of the bits.
+        mask: uint8, zeros before and after: the rows that are used on this rank.
+        arrived: int32 ``[1]``, 0 before and after.
+    """
+
+    messages: Tensor
+    own: Tensor
+    rank: int
+    rows: Tensor
+    bits: int
+    mask: Tensor
+    arrived: Tensor

@@ -17,7 +17,7 @@ from lightning_compress import kernels
 from lightning_compress.core import blocks, source
 from lightning_compress.core.blocks import Segments, table
 from lightning_compress.core.source import NOTHING, Gradients, Pieces, Source
-from lightning_compress.core.told import Rows, Told
+from lightning_compress.core.told import Opening, Rows, Told
 from lightning_compress.core.workspace import pieces, scratch
 from lightning_compress.kernels import program
 
@@ -60,6 +60,9 @@ class Vector:
         means: float32, the means, in pieces.
         mean: float32 ``[numel]``, the means as one vector; None if they are not contiguous.
         rows: rows of the means that are zeroed while they are written to the gradients, or None.
+        opening: heads that are written while the gradients are copied, because they stay as they are; or None.
+        factor: ``scale``, if no stage divides by it and multiplies the means, but those who copy them; or None.
+        marks: of each piece, its row of the mask of ``opening``, or -1.
         told: messages whose heads are read then, too, for the flag and in place of ``rows.used``; or None.
     """
 
@@ -82,6 +85,9 @@ class Vector:
     mean: Tensor | None = None
     rows: Rows | None = None
     told: Told | None = None
+    opening: Opening | None = None
+    marks: tuple[int, ...] = ()
+    factor: Tensor | None = None
     rest: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -195,9 +201,9 @@ class Vector:
         self.gradient = out = self.take("gradient")
         together, segments = self.bucket, Segments(self.starts, self.sizes, coded, treated)
         if self.fused and together:
-            self.fused.gather(
-                together.first, segments._replace(sources=together.places), codes, out, self.limit, self.flag
-            )
+            segments = segments._replace(sources=together.places)
+            heads = self.opening, self.marks, self.factor
+            self.fused.gather(together.first, segments, codes, out, self.limit, self.flag, *heads)
             return
         self.flag = clean(torch.cat(self.pieces, out=out), self.limit, self.flag)
         if self.device.type == "cpu" and self.flag.isnan():
@@ -246,7 +252,8 @@ class Vector:
             torch._foreach_clamp_max_(self.means, _LARGEST_HALF)
         if self.fused and self.mean is not None and (together := self.bucket):
             places = together.places, self.sizes
-            self.fused.scatter(self.mean, *places, self.flag, together.first, self.rows, self.told)
+            first = together.first
+            self.fused.scatter(self.mean, *places, self.flag, first, self.rows, self.told, self.factor)
             return
         assert self.rows is None
         assert self.told is None

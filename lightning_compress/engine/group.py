@@ -23,7 +23,7 @@ from lightning_compress.engine.accumulation import Kept
 from lightning_compress.engine.lanes import Lane
 from lightning_compress.engine.programs import Programs, ours
 from lightning_compress.engine.residual import ErrorFeedback, KeptErrors
-from lightning_compress.engine.unused import KeptStates, plan_unused
+from lightning_compress.engine.unused import FusedUnused, KeptStates, Unused, plan_unused
 from lightning_compress.exchanges import AllReduce, Exchange, composite
 from lightning_compress.exchanges.all_reduce import average_in_place, extremes
 from lightning_compress.exchanges.exchange import ExchangePlan
@@ -97,8 +97,12 @@ class Group:
         self._stages, self._dense_steps = self._plan_stages(unused), settings.dense_steps
         self._unscale = Unscale()
         self._exchange = self._plan_exchange()
-        # whoever writes the means reads the heads, then, if nothing else has to know what they say
+        # whoever writes the means reads the heads, then, if nothing else has to know what they say; and if nothing else
+        # changes what is sent, the heads are written where it is copied
         self._tells = self._kernels[1] is not None and (self._looking is None or self._looking.late)
+        looking, count = self._looking, len(self._segments)
+        self._rows = looking.rows_of(count) if isinstance(looking, FusedUnused) else (-1,) * count
+        self._opens = self._tells and all(isinstance(each, LoCoPlan | Unused) for each in self._stages)
         known = ours(settings.exchange, *(each.method for each in self._sections))
         self._programs = Programs(self._stages, self.states.values(), world, known)
         self._dense: ExchangePlan | None = None
@@ -243,7 +247,7 @@ class Group:
             return flag
         draws = (self._key, drawn, turn) if turn else (self._key, drawn)
         vector = self._vector(pieces, plan, step, scale, draws, left_out)
-        stages = self._stages if vector.scale is None else [self._unscale, *self._stages]
+        stages = self._stages if vector.scale is vector.factor else [self._unscale, *self._stages]
         for stage in stages:
             stage.before(vector)
         if vector.source is None:
@@ -270,9 +274,12 @@ class Group:
         limit = min(limit, kernels.LARGEST) if self.states else limit
         dense = [slice(0, self.layout.numel)] if plan is self._dense else plan.dense_spans
         scale = scale if self._unscales else None
-        return Vector(
+        vector = Vector(
             pieces, step, scale, draws, left_out, limit, dense, plan.in_place is not None, plan.marked, *self._kernels
         )
+        if self._opens and vector.bucket:
+            vector.opening, vector.marks, vector.factor = plan.opening, self._rows, scale
+        return vector
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:
         """Average gradients in their own memory and return the flag; return None if more has to be done."""
@@ -311,7 +318,7 @@ class Group:
         """Average the vector over the ranks; what was not sent stays in it."""
         meter, rest, source = self._world.meter, vector.rest, vector.source
         assert source
-        plan.tells = self._tells and vector.bucket is not None
+        plan.tells, plan.opened = self._tells and vector.bucket is not None, vector.opening is not None
         if not meter.sampling:
             plan.mean(rest, vector.out(), mix(*vector.draws), vector.flag, source)
             vector.told = plan.told

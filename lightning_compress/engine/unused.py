@@ -111,6 +111,8 @@ class Unused(Stage):
                 self._earlier.append((block, mean.clone() if vector.scale is None else mean / vector.scale))
         if vector.source is None:
             vector.send()
+        if vector.opening:  # these were found while the gradients were copied
+            return
         self._find(self._mixed, mixed, vector)
         self._share(vector)
 
@@ -258,6 +260,10 @@ class FusedUnused(Unused):
             first += block.rows
         firsts, counts = zip(*rows, strict=True)
         return firsts, counts
+
+    def rows_of(self, pieces: int) -> tuple[int, ...]:
+        """Return the row of each piece in the mask, or -1, if none has several."""
+        return tuple(first if count else -1 for first, count in zip(*self._rows(pieces), strict=True))
 
     def remember(self, vector: Vector) -> None:
         """Remember the states, and check the gradients: a correction would change the vector that the kernel reads."""

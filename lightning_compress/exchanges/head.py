@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.core.layout import Segment
+from lightning_compress.core.told import Opening
 
 LENGTHS, LENGTH = 8, 8
 """The offset of the section lengths in a message, and the bytes of each length."""
@@ -67,7 +68,10 @@ class Head:
         dtype: of the flag.
         rows: the mask's rows that travel.
         masks: of this rank and of any rank.
+        written: it is written already.
     """
+
+    written = False
 
     def __init__(
         self,
@@ -96,6 +100,8 @@ class Head:
             flag: float32 scalar.
             late: ``read`` is not called afterwards; kernels then leave zeros in this rank's mask.
         """
+        if self.written:
+            return
         if self._fused:
             self._fused.write(message, flag, *self.masks, self._index, self.bits, self.dtype, late)
             return
@@ -137,6 +143,15 @@ def bits_of(heads: Iterable[tuple[Head, int]]) -> tuple[int, ...]:
     """
     places = {row: 8 * (first + head.bits) + number for head, first in heads for number, row in enumerate(head.rows)}
     return tuple(places.get(row, -1) for row in range(max(places, default=-1) + 1))
+
+
+def opening_of(heads: Sequence[Head], messages: Tensor, own: Tensor, rank: int) -> Opening | None:
+    """Return heads without lengths as kernels write them, if there are kernels; see ``Opening``."""
+    fused, device = heads[0]._fused, messages.device
+    if not fused or any(head.bits != LENGTHS or head.dtype != torch.float32 for head in heads):
+        return None
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    return Opening(messages, own, rank, fused.bits_of(heads, device), LENGTHS, heads[0].masks[0], arrived)
 
 
 def _packed(rows: Tensor, out: Tensor) -> None:

@@ -22,7 +22,7 @@ from lightning_compress.collectives.counting import all_gather_rounds, all_to_al
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.source import Source
 from lightning_compress.core.state import States
-from lightning_compress.core.told import Told
+from lightning_compress.core.told import Opening, Told
 from lightning_compress.core.workspace import Messages
 from lightning_compress.exchanges.exchange import (
     Cost,
@@ -34,7 +34,7 @@ from lightning_compress.exchanges.exchange import (
     read_sums,
     sections_of_sums,
 )
-from lightning_compress.exchanges.head import bits_of
+from lightning_compress.exchanges.head import bits_of, opening_of
 from lightning_compress.exchanges.heads import Heads
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
@@ -135,6 +135,11 @@ class _Plan(ExchangePlan):
         )
         self.sum_ranks = 1 if parts[0].same else size
 
+    @cached_property
+    def opening(self) -> Opening | None:
+        """See ``ExchangePlan.opening``."""
+        return self._parts[0].opening() if len(self._parts) == 1 else None
+
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, source: Source | None = None) -> None:
         source = Source(vector) if source is None else source
         for span in self._own:  # encoded only after the others' are added
@@ -142,7 +147,7 @@ class _Plan(ExchangePlan):
         error, late = DeferredError(), self.tells and len(self._parts) == 1 and self._parts[0].at_once
         keys = [mix(key, number) if number else key for number in range(len(self._parts))]
         with_keys = list(zip(self._parts, keys, strict=True))
-        waits = [part.send(source, vector, part_key, flag) for part, part_key in with_keys]
+        waits = [part.send(source, vector, part_key, flag, self.opened) for part, part_key in with_keys]
         for number, (part, part_key) in enumerate(with_keys):
             waits[number]()
             waits[number] = part.send_sum(vector, part_key, flag, error, late)
@@ -206,11 +211,18 @@ class _Part:
         """Whether all shards are handled at once by kernels."""
         return self._together is not None
 
-    def send(self, source: Source, vector: Tensor, key: int, flag: Tensor) -> Wait:
+    def opening(self) -> Opening | None:
+        """Return the heads of the messages to owners; see ``ExchangePlan.opening``."""
+        heads = [shard.head for shard in self._shards]
+        return opening_of(heads, self._send.all, self._sum.all[0], self._collective.rank) if self._together else None
+
+    def send(self, source: Source, vector: Tensor, key: int, flag: Tensor, opened: bool) -> Wait:
         """Send every owner its shard of the source."""
         rank, size = self._collective.rank, self._collective.size
         if self._together:
-            self._together.encode(self._send.all, self._sum.all[0], source, vector, key, flag)
+            if not opened:
+                self._together.open(self._send.all, self._sum.all[0], flag)
+            self._together.encode(self._send.all, source, vector, key)
             self._received = self._rows(self._widest.size)
             return self._collective.begin("all_to_all", self._send.all, self._received)
         used = 0
@@ -320,9 +332,12 @@ class _Together:
         ready = world.device.type == "cpu" or kernels.compiler(world.device) == "triton"
         return cls(shards, sums, own, world) if ready and not apart else None
 
-    def encode(self, messages: Tensor, own_sum: Tensor, source: Source, vector: Tensor, key: int, flag: Tensor) -> None:
-        """Encode all shards but the own one."""
+    def open(self, messages: Tensor, own_sum: Tensor, flag: Tensor) -> None:
+        """Write the heads of all messages."""
         self._heads.write(messages, own_sum, flag)
+
+    def encode(self, messages: Tensor, source: Source, vector: Tensor, key: int) -> None:
+        """Encode all shards but the own one."""
         self._to_owners.encode(source, vector, messages, mix(key, self._rank), False)
 
     def add(
