@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 GATHERED = {"qsgd": 7, "rotated": 7, "onebit": 8, "efsign": 8, "topk": 15, "fft": 13, "dgc": 35}
 SHARDED = {"qsgd": 13, "rotated": 13, "onebit": 14, "efsign": 14}
 """What users get: ``onebit`` and ``efsign`` with LoCo."""
-RESNET50 = 80
+RESNET50 = 64
 """The most that a step may start with onebit."""
 
 
