@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
+from lightning_compress.core.told import Bits
 from lightning_compress.core.workspace import chunk_size, pieces
 
 BLOCK = 64
@@ -102,7 +103,9 @@ def add(segments: Segments, coded: Tensor, vector: Tensor) -> None:
             vector[start : start + size].add_(decode(coded[code : code + coded_bytes(size)]))
 
 
-def blend(segments: Segments, old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:
+def blend(
+    segments: Segments, old: Tensor, kept: float, values: Tensor, share: float, new: Tensor, bits: Bits | None = None
+) -> None:
     """Compute ``new = kept * old + share * values`` for each coded segment, rounded to the nearest.
 
     Args:
@@ -113,10 +116,12 @@ def blend(segments: Segments, old: Tensor, kept: float, values: Tensor, share: f
         share: in [0, 1].
         new: uint8, as long as ``old``, and may be ``old``. Where ``treated`` is ``KEEP``, it gets the old codes, and
             where it is ``RESET``, ``share * values``.
+        bits: where they say that a segment is unused, its values count as zeros; only for kernels for GPUs.
     """
     if fast := kernels.backend(__name__, values.device):
-        fast.blend(segments, old, kept, values, share, new)
+        fast.blend(segments, old, kept, values, share, new, *([bits] if bits else []))
         return
+    assert bits is None
     for _, start, size, code, treated in segments.rows:
         part = slice(code, code + coded_bytes(size))
         if code >= 0 and treated == KEEP:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.core.blocks import AVERAGE, BLOCK, KEEP, RESET, Segments, table
-from lightning_compress.kernels.triton.launch import OPTIONS, kernel
+from lightning_compress.core.told import Bits
+from lightning_compress.core.told_triton import is_used
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, width_of
 
 _BLOCK, _KEEP, _AVERAGE = tl.constexpr(BLOCK), tl.constexpr(KEEP), tl.constexpr(AVERAGE)
 _LEAST, _MOST = tl.constexpr(6), tl.constexpr(253)
@@ -17,13 +22,27 @@ _TILE = 2048
 """Elements per program."""
 
 
-def blend(segments: Segments, old: Tensor, kept: float, values: Tensor, share: float, new: Tensor) -> None:
+def blend(
+    segments: Segments, old: Tensor, kept: float, values: Tensor, share: float, new: Tensor, bits: Bits | None = None
+) -> None:
     """See ``blocks.py``."""
+    memory, count = (bits.memory, len(bits.memory)) if bits else (old[None], 0)
     rows = table(segments, _TILE, values.device)
+    places = _bits(segments, bits.places, values.device) if bits else rows
     if len(rows) and {RESET, AVERAGE} & set(segments.treated):
-        _blend[(len(rows),)](old, rows, kept, values, share, new, _TILE // BLOCK, **OPTIONS)
+        constants = count, width_of(count), _TILE // BLOCK
+        _blend[(len(rows),)](
+            old, rows, kept, values, share, new, places, memory, memory.stride(0), *constants, **OPTIONS
+        )
     elif len(rows):
         new.copy_(old)
+
+
+@lru_cache(maxsize=4096)
+def _bits(segments: Segments, bits: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the bit of each row of the segments' table, int64 ``[rows]``."""
+    sizes = zip(bits, segments.sizes, strict=True)
+    return torch.tensor([bit for bit, size in sizes for _ in range(0, size, _TILE)], dtype=torch.int64).to(device)
 
 
 @triton.jit
@@ -42,7 +61,10 @@ def _power(power, exponents):
 
 
 @kernel
-def _blend(old, rows, kept, values, share, new, BLOCKS: tl.constexpr):
+def _blend(
+    old, rows, kept, values, share, new, places, used, step: tl.int64,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 6
     start, count = tl.load(row + 1), tl.load(row + 2)
     code, scale, treated = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
@@ -54,7 +76,12 @@ def _blend(old, rows, kept, values, share, new, BLOCKS: tl.constexpr):
             tl.store(new + code + at, tl.load(old + code + at, mask=inside), mask=inside)
             tl.store(new + scale + block, tl.load(old + scale + block, mask=within), mask=within)
         else:
-            blended = tl.load(values + start + at, mask=inside, other=0.0) * share
+            sent = inside
+            if COUNT:  # known when the kernel is compiled
+                bit = tl.load(places + tl.program_id(0))
+                if bit >= 0:
+                    sent = inside & is_used(used, step, bit, COUNT, WIDTH)
+            blended = tl.load(values + start + at, mask=sent, other=0.0) * share
             if treated == _AVERAGE:
                 blended += decoded(old, code, scale, at, inside) * kept
             exponents = tl.max(tl.abs(blended), axis=1).to(tl.int32, bitcast=True) >> 23

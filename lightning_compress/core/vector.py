@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, repeat
 from types import ModuleType
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,26 +17,13 @@ from lightning_compress import kernels
 from lightning_compress.core import blocks, source
 from lightning_compress.core.blocks import Segments, table
 from lightning_compress.core.source import NOTHING, Adjacent, Gradients, Pieces, Source, adjacent
+from lightning_compress.core.told import Opening, Rows, Told
 from lightning_compress.core.workspace import pieces, scratch
 from lightning_compress.kernels import program
 
 _LARGEST_HALF = torch.finfo(torch.float16).max
 _LARGEST, _INFINITE = torch.finfo(torch.float32).max, 0x7F800000
 """The largest finite float32, and the bits of an infinite one."""
-
-
-class Rows(NamedTuple):
-    """Rows of gradients, of which some are unused.
-
-    Attributes:
-        firsts: of each gradient, the index of its first row in ``used``.
-        counts: of each gradient, how many rows of one length it has; 0 if it is used.
-        used: uint8, 0 for unused rows.
-    """
-
-    firsts: tuple[int, ...]
-    counts: tuple[int, ...]
-    used: Tensor
 
 
 @dataclass
@@ -73,6 +60,10 @@ class Vector:
         means: float32, the means, in pieces.
         mean: float32 ``[numel]``, the means as one vector; None if they are not contiguous.
         rows: rows of the means that are zeroed while they are written to the gradients, or None.
+        opening: heads that are written while the gradients are copied, because they stay as they are; or None.
+        factor: ``scale``, if no stage divides by it and multiplies the means, but those who copy them; or None.
+        marks: of each piece, its row of the mask of ``opening``, or -1.
+        told: messages whose heads are read then, too, for the flag and in place of ``rows.used``; or None.
     """
 
     pieces: list[Tensor]
@@ -93,6 +84,10 @@ class Vector:
     means: list[Tensor] = field(default_factory=list)
     mean: Tensor | None = None
     rows: Rows | None = None
+    told: Told | None = None
+    opening: Opening | None = None
+    marks: tuple[int, ...] = ()
+    factor: Tensor | None = None
     rest: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -206,9 +201,9 @@ class Vector:
         self.gradient = out = self.take("gradient")
         together, segments = self.bucket, Segments(self.starts, self.sizes, coded, treated)
         if self.fused and together:
-            self.fused.gather(
-                together.first, segments._replace(sources=together.places), codes, out, self.limit, self.flag
-            )
+            segments = segments._replace(sources=together.places)
+            heads = self.opening, self.marks, self.factor
+            self.fused.gather(together.first, segments, codes, out, self.limit, self.flag, *heads)
             return
         self.flag = clean(torch.cat(self.pieces, out=out), self.limit, self.flag)
         if self.device.type == "cpu" and self.flag.isnan():
@@ -258,9 +253,12 @@ class Vector:
             torch._foreach_clamp_min_(self.means, -_LARGEST_HALF)
             torch._foreach_clamp_max_(self.means, _LARGEST_HALF)
         if self.fused and self.mean is not None and (together := self.bucket):
-            self.fused.scatter(self.mean, together.places, self.sizes, self.flag, together.first, self.rows)
+            places = together.places, self.sizes
+            first = together.first
+            self.fused.scatter(self.mean, *places, self.flag, first, self.rows, self.told, self.factor)
             return
         assert self.rows is None
+        assert self.told is None
         poison(self.means if self.mean is None else [self.mean], self.flag)
         if self.means is not self.pieces:
             torch._foreach_copy_(self.pieces, self.means)

@@ -13,16 +13,22 @@ from torch import Tensor
 
 from lightning_compress.core.blocks import AVERAGE, Segments, table
 from lightning_compress.core.blocks_triton import decoded
-from lightning_compress.core.vector import Rows
-from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, write
+from lightning_compress.core.told import Bits, Opening, Rows, Told
+from lightning_compress.core.told_triton import arrive, flag_of, is_used, open_messages
+from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, width_of, write
 
 _AVERAGE = tl.constexpr(AVERAGE)
 
 _TILE = 2048
 """Elements per program."""
+_HEADS = 128
+"""Peers, or bytes of heads, that are written at once."""
 
 
-def gather(first: Tensor, segments: Segments, codes: Tensor, out: Tensor, limit: float, flag: Tensor) -> None:
+def gather(
+    first: Tensor, segments: Segments, codes: Tensor, out: Tensor, limit: float, flag: Tensor,
+    opening: Opening | None = None, marks: tuple[int, ...] = (), scale: Tensor | None = None,
+) -> None:  # fmt: skip
     """Copy gradients into a vector, zeros where they are not finite, and add the errors that are to be averaged.
 
     Args:
@@ -32,11 +38,28 @@ def gather(first: Tensor, segments: Segments, codes: Tensor, out: Tensor, limit:
         out: float32 ``[numel]``, overwritten; may be ``first``.
         limit: the largest allowed magnitude of a gradient; may be infinite.
         flag: float32 scalar, 0.0; becomes NaN if a larger value was found.
+        opening: the heads of messages, which are written at the end; or None.
+        scale: float32 scalar; gradients are multiplied by its reciprocal; or None.
+        marks: of each segment, the row of the mask that becomes 1 if an element is not zero; -1 for none.
     """
     rows, coded = table(segments, _TILE, out.device), AVERAGE in segments.treated
     if len(rows):
-        constants = coded, _aligned(segments.sources, segments.sizes), _TILE
-        _gather[(len(rows),)](first, rows, codes, out, limit, flag, *constants, **OPTIONS)
+        heads: tuple[object, ...] = (rows, out, 0, out, -1, rows, 0, out, 0, rows, 0, 0, 0, 0)
+        if opening:
+            to, own, rank, told, bits, mask, arrived = opening
+            numbers = _per_tile(marks, segments.sizes, out.device)
+            sizes = len(to), triton.cdiv(told.shape[1] - 1, 8), bits, triton.cdiv(len(mask), _HEADS)
+            heads = numbers, to, to.stride(0), own, rank, told, told.stride(0), mask, len(mask), arrived, *sizes
+        constants = scale is not None, coded, _aligned(segments.sources, segments.sizes), _TILE, _HEADS
+        inputs = first, rows, codes, out, limit, flag, flag if scale is None else scale
+        _gather[(len(rows),)](*inputs, *heads, *constants, **OPTIONS)
+
+
+@lru_cache(maxsize=4096)
+def _per_tile(marks: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the mark of each tile of the segments, int32 ``[tiles]``."""
+    of = zip(marks, sizes, strict=True)
+    return torch.tensor([mark for mark, size in of for _ in range(0, size, _TILE)], dtype=torch.int32).to(device)
 
 
 @lru_cache(maxsize=4096)
@@ -46,24 +69,31 @@ def _aligned(places: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 
 
 def scatter(
-    mean: Tensor, places: Sequence[int], sizes: Sequence[int], flag: Tensor, first: Tensor, rows: Rows | None
-) -> None:
+    mean: Tensor, places: Sequence[int], sizes: Sequence[int], flag: Tensor, first: Tensor, rows: Rows | None,
+    told: Told | None, scale: Tensor | None,
+) -> None:  # fmt: skip
     """Copy a vector's parts to where the gradients are, and add a flag.
 
     Args:
         mean: float32 ``[numel]``.
         places: of each gradient, its distance in elements from ``first``.
         sizes: of each gradient, its elements.
-        flag: float32 scalar.
+        flag: float32 scalar; becomes NaN if one of ``told`` is not finite.
         first: the gradient at the lowest address, of any floating-point dtype.
         rows: some of the gradients' rows are zeroed; or None.
+        told: messages that say which, each a whole gradient; or None.
+        scale: float32 scalar, by which the vector is multiplied; or None.
     """
     cut = (0,) * len(sizes), (0,) * len(sizes)
-    tiles = _tiles(tuple(places), tuple(sizes), *((rows.firsts, rows.counts) if rows else cut), mean.device)
+    if rows:
+        cut = Bits.of(rows, told).places if told else rows.firsts, rows.counts
+    tiles = _tiles(tuple(places), tuple(sizes), *cut, mean.device)
     if len(tiles):
-        used = rows.used if rows else mean
-        constants = rows is not None, _aligned(tuple(places), tuple(sizes)), _TILE
-        _scatter[(len(tiles),)](mean, tiles, flag, used, first, *constants, **OPTIONS)
+        used = told.messages if told else rows.used if rows else mean
+        step, count, several = (told.messages.stride(0), len(told.messages), told.several) if told else (0, 0, 0)
+        constants = rows is not None, scale is not None, _aligned(tuple(places), tuple(sizes)), _TILE
+        inputs = mean, tiles, flag, used, step, first, flag if scale is None else scale
+        _scatter[(len(tiles),)](*inputs, count, width_of(count), several, *constants, **OPTIONS)
 
 
 @lru_cache(maxsize=4096)
@@ -101,15 +131,26 @@ def add_flag(flag: Tensor, target: Tensor) -> None:
         _add_flag[(triton.cdiv(len(target), _TILE),)](flag, target, len(target), _TILE, **OPTIONS)
 
 
-@kernel
+@kernel(do_not_specialize=["rank", "numel"])
 def _gather(
-    first, rows, codes, out, limit, flag, CODED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+    first, rows, codes, out, limit, flag, scale,
+    marks, messages, stride: tl.int64, own, rank, heads, step: tl.int64, mask, numel, arrived,
+    COUNT: tl.constexpr, BYTES: tl.constexpr, BITS: tl.constexpr, CLEARS: tl.constexpr,
+    SCALED: tl.constexpr, CODED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = rows + tl.program_id(0).to(tl.int64) * 6
     if tl.load(row + 2) == TILE:
-        _gather_tile(first, row, codes, out, limit, flag, CODED, ALIGNED, TILE, True)
+        found = _gather_tile(first, row, codes, out, limit, flag, scale, SCALED, CODED, ALIGNED, TILE, True)
     else:
-        _gather_tile(first, row, codes, out, limit, flag, CODED, ALIGNED, TILE, False)
+        found = _gather_tile(first, row, codes, out, limit, flag, scale, SCALED, CODED, ALIGNED, TILE, False)
+    if COUNT:
+        if BYTES:
+            mark = tl.load(marks + tl.program_id(0))
+            if (mark >= 0) & (found != 0):  # every program writes the same
+                tl.store(mask + mark, 1)
+        if arrive(arrived):
+            open_messages(messages, stride, own, rank, heads, step, mask, numel, flag, COUNT, BYTES, BITS, CLEARS, SIZE)
+            tl.store(arrived, 0)
 
 
 @triton.jit
@@ -123,9 +164,10 @@ def _place(row, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _gather_tile(
-    first, row, codes, out, limit, flag,
-    CODED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+    first, row, codes, out, limit, flag, scale,
+    SCALED: tl.constexpr, CODED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """Gather a tile, and return 1 if an element is not zero, else 0."""
     place, start = _place(row, ALIGNED)
     at = tl.arange(0, TILE)
     inside = at < tl.load(row + 2)
@@ -134,37 +176,59 @@ def _gather_tile(
     if sound == 0:
         tl.store(flag, float("nan"))
         values = tl.where(finite, values, 0.0)
+    if SCALED:
+        values *= tl.div_rn(1.0, tl.load(scale))
+        finite = tl.abs(values) < float("inf")
+        if CODED and tl.min(finite.to(tl.int32), axis=0) == 0:  # the reciprocal of a small scale is large
+            tl.store(flag, float("nan"))
+            values = tl.where(finite, values, 0.0)
     if CODED:  # noqa: SIM102  # known when the kernel is compiled
         if tl.load(row + 5) == _AVERAGE:
             values += decoded(codes, tl.load(row + 3), tl.load(row + 4), at, inside)
     write(out + start, at, values, inside, WHOLE)
+    return tl.max((values != 0).to(tl.int32), axis=0)
 
 
 @kernel
 def _scatter(
-    mean, tiles, flag, used, first, ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr
+    mean, tiles, flag, used, step: tl.int64, first, scale,
+    TOLD: tl.constexpr, WIDTH: tl.constexpr, SEVERAL: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
+    value = tl.load(flag)
+    if TOLD:
+        told = flag_of(used, step, TOLD, WIDTH)
+        if told != 0.0:  # True for NaN
+            value = told
+            if tl.program_id(0) == 0:
+                tl.store(flag, told)
     tile = tiles + tl.program_id(0).to(tl.int64) * 6
     if tl.load(tile + 2) == TILE:
-        _scatter_tile(mean, tile, flag, used, first, ROWS, ALIGNED, TILE, True)
+        _scatter_tile(mean, tile, value, used, step, first, scale, SEVERAL, WIDTH, ROWS, SCALED, ALIGNED, TILE, True)
     else:
-        _scatter_tile(mean, tile, flag, used, first, ROWS, ALIGNED, TILE, False)
+        _scatter_tile(mean, tile, value, used, step, first, scale, SEVERAL, WIDTH, ROWS, SCALED, ALIGNED, TILE, False)
 
 
 @triton.jit
 def _scatter_tile(
-    mean, tile, flag, used, first,
-    ROWS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+    mean, tile, flag, used, step, first, scale,
+    SEVERAL: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     place, start = _place(tile, ALIGNED)
     at = tl.arange(0, TILE)
     inside = at < tl.load(tile + 2)
     values = read(mean + start, at, inside, WHOLE)
-    if ROWS:
+    if SCALED:
+        values *= tl.load(scale)
+    if SEVERAL and ROWS:  # each row is a whole gradient
+        if (tl.load(tile + 5) > 0) and not is_used(used, step, tl.load(tile + 4), SEVERAL, WIDTH):
+            values = tl.zeros([TILE], tl.float32)
+    elif ROWS:
         width = tl.load(tile + 5)
         row = tl.load(tile + 4) + (tl.load(tile + 3) + at) // tl.maximum(width, 1)
         values = tl.where(tl.load(used + row, mask=inside & (width > 0), other=1) != 0, values, 0.0)
-    values += tl.load(flag)
+    values += flag
     write(first + place, at, values.to(first.dtype.element_ty), inside, WHOLE)
 
 

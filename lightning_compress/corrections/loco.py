@@ -13,6 +13,7 @@ from lightning_compress.core import blocks
 from lightning_compress.core.blocks import Segments
 from lightning_compress.core.layout import Layout, Segment
 from lightning_compress.core.state import State, StateSpec
+from lightning_compress.core.told import Bits
 from lightning_compress.core.vector import Stage, Vector
 
 
@@ -95,10 +96,11 @@ class LoCoPlan(Stage):
         vector.add_errors(self._coded, self._treated(vector), self._state.base())
 
     def after(self, vector: Vector) -> None:
-        """Update the errors by what was not sent."""
+        """Update the errors by what was not sent: nothing of what no rank uses."""
         sent, beta = vector.rest, self._settings.beta
         segments = Segments(vector.starts, self._sizes, self._coded, self._treated(vector))
-        blocks.blend(segments, self._state.base(), 1.0 - beta, sent, beta, self._state.pending)
+        bits = Bits.of(vector.rows, vector.told) if vector.rows else None
+        blocks.blend(segments, self._state.base(), 1.0 - beta, sent, beta, self._state.pending, bits)
         if not self._alone:
             for segment, code in zip(self._segments, self._coded, strict=True):
                 if code >= 0:

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from lightning_compress import kernels
 from lightning_compress.codecs import Dense
-from lightning_compress.codecs.cast import StochasticRounding, dense_of
+from lightning_compress.codecs.cast import dense_of
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import mix, name_key
-from lightning_compress.core.source import Source
-from lightning_compress.core.state import State, States, StateSpec
+from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.vector import Stage, Vector, kernel_of, new_flag, poison
 from lightning_compress.corrections.clipping import Clip
 from lightning_compress.corrections.loco import LoCo, LoCoPlan
 from lightning_compress.engine.accumulation import Kept
 from lightning_compress.engine.lanes import Lane
 from lightning_compress.engine.programs import Programs, ours
-from lightning_compress.engine.unused import KeptStates, plan_unused
+from lightning_compress.engine.residual import ErrorFeedback, KeptErrors
+from lightning_compress.engine.unused import FusedUnused, KeptStates, Unused, plan_unused
 from lightning_compress.exchanges import AllReduce, Exchange, composite
 from lightning_compress.exchanges.all_reduce import average_in_place, extremes
 from lightning_compress.exchanges.exchange import ExchangePlan
@@ -97,6 +97,12 @@ class Group:
         self._stages, self._dense_steps = self._plan_stages(unused), settings.dense_steps
         self._unscale = Unscale()
         self._exchange = self._plan_exchange()
+        # whoever writes the means reads the heads, then, if nothing else has to know what they say; and if nothing else
+        # changes what is sent, the heads are written where it is copied
+        self._tells = self._kernels[1] is not None and (self._looking is None or self._looking.late)
+        looking, count = self._looking, len(self._segments)
+        self._rows = looking.rows_of(count) if isinstance(looking, FusedUnused) else (-1,) * count
+        self._opens = self._tells and all(isinstance(each, LoCoPlan | Unused) for each in self._stages)
         known = ours(settings.exchange, *(each.method for each in self._sections))
         self._programs = Programs(self._stages, self.states.values(), world, known)
         self._dense: ExchangePlan | None = None
@@ -124,8 +130,9 @@ class Group:
         settings, world, residual = self.settings, self._world, self.residual
         stages: list[Stage] = []
         embeddings = settings.rules.of_kind("embedding")
-        looking = plan_unused(self._sections, self._segments, embeddings, self.states, world, unused)
-        self._marks = looking.marks if looking else None
+        given = self.states, world, unused, set(self.states) <= {LOCO}
+        looking = plan_unused(self._sections, self._segments, embeddings, *given)
+        self._looking, self._marks = looking, looking.marks if looking else None
         self._keeps = looking is not None and bool(looking.kept)
         if looking and self._keeps:
             stages.append(KeptStates(looking))
@@ -240,7 +247,7 @@ class Group:
             return flag
         draws = (self._key, drawn, turn) if turn else (self._key, drawn)
         vector = self._vector(pieces, plan, step, scale, draws, left_out)
-        stages = self._stages if vector.scale is None else [self._unscale, *self._stages]
+        stages = self._stages if vector.scale is vector.factor else [self._unscale, *self._stages]
         for stage in stages:
             stage.before(vector)
         if vector.source is None:
@@ -267,9 +274,12 @@ class Group:
         limit = min(limit, kernels.LARGEST) if self.states else limit
         dense = [slice(0, self.layout.numel)] if plan is self._dense else plan.dense_spans
         scale = scale if self._unscales else None
-        return Vector(
+        vector = Vector(
             pieces, step, scale, draws, left_out, limit, dense, plan.in_place is not None, plan.marked, *self._kernels
         )
+        if self._opens and vector.bucket:
+            vector.opening, vector.marks, vector.factor = plan.opening, self._rows, scale
+        return vector
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:
         """Average gradients in their own memory and return the flag; return None if more has to be done."""
@@ -308,11 +318,14 @@ class Group:
         """Average the vector over the ranks; what was not sent stays in it."""
         meter, rest, source = self._world.meter, vector.rest, vector.source
         assert source
+        plan.tells, plan.opened = self._tells and vector.bucket is not None, vector.opening is not None
         if not meter.sampling:
             plan.mean(rest, vector.out(), mix(*vector.draws), vector.flag, source)
+            vector.told = plan.told
             return
         before = source.into(rest).norm()
         plan.mean(rest, vector.out(), mix(*vector.draws), vector.flag)
+        vector.told = plan.told
         meter.add_error(before, rest.norm())
 
     def _note(self, flag: Tensor, pieces: Sequence[Tensor]) -> Tensor:
@@ -340,61 +353,3 @@ class Unscale(Stage):
         """See ``Stage``."""
         assert vector.scale is not None
         torch._foreach_mul_(vector.means, vector.scale)
-
-
-class ErrorFeedback(Stage):
-    """Add the residual to the gradients; what is not sent becomes the next residual, in the same memory.
-
-    Args:
-        residual: the state that holds it.
-        decay: factor of the old residual, once per step.
-    """
-
-    def __init__(self, residual: State, decay: float) -> None:
-        self._residual, self._decay = residual, decay
-        self._halved = residual.committed.dtype != torch.float32
-
-    def phase(self, step: int) -> tuple[()]:
-        """See ``Stage``."""
-        return ()
-
-    def before(self, vector: Vector) -> None:
-        """See ``Stage``."""
-        residual, decay = self._residual, self._decay
-        if vector.source is not None:  # the correction has added the residual
-            return
-        if residual.touched and decay != 1:  # a later pass: decay only the parameters whose step begins with it
-            residual.decay(decay)
-            decay = 1.0
-        rest = vector.take("mean") if self._halved else residual.pending
-        if self._halved or residual.touched or decay != 1:
-            torch.add(vector.whole(), residual.base(), alpha=decay, out=rest)
-            vector.source, vector.rest = Source(rest), rest
-        else:
-            vector.send(rest, residual.committed)
-
-
-class KeptErrors(Stage):
-    """Reduce the residual: round it to its dtype, or drop the part that is noise.
-
-    Args:
-        residual: the state that holds it; if it is not float32, values are rounded to it stochastically.
-        noise: slices without a residual, because an unbiased method's error is noise.
-        rank: of this process.
-    """
-
-    def __init__(self, residual: State, noise: Sequence[slice], rank: int) -> None:
-        self._residual, self._noise, self._rank = residual, noise, rank
-        device, halved = residual.committed.device, residual.committed.dtype != torch.float32
-        self._rounding = StochasticRounding(residual.layout.numel, device) if halved else None
-
-    def phase(self, step: int) -> tuple[()]:
-        """See ``Stage``."""
-        return ()
-
-    def after(self, vector: Vector) -> None:
-        """See ``Stage``."""
-        for place in self._noise:
-            vector.rest[place].zero_()
-        if self._rounding:
-            self._rounding.round(vector.rest, self._residual.pending, mix(*vector.draws, self._rank))

@@ -21,7 +21,8 @@ from lightning_compress import kernels
 from lightning_compress.collectives import World
 from lightning_compress.core.layout import Segment
 from lightning_compress.core.state import State
-from lightning_compress.core.vector import Rows, Stage, Vector
+from lightning_compress.core.told import Rows
+from lightning_compress.core.vector import Stage, Vector
 from lightning_compress.exchanges.composite import EXCHANGE
 from lightning_compress.exchanges.head import Marks
 from lightning_compress.exchanges.message import Section
@@ -56,7 +57,12 @@ class Unused(Stage):
         mixed: parameters of methods that do not keep zeros.
         states: of the group, by name.
         world: the ranks.
+
+    Attributes:
+        late: whoever writes the means reads in the messages what is unused; see ``Told``.
     """
+
+    late = False
 
     def __init__(
         self, kept: Sequence[Block], mixed: Sequence[Block], states: Mapping[str, State], world: World
@@ -105,6 +111,8 @@ class Unused(Stage):
                 self._earlier.append((block, mean.clone() if vector.scale is None else mean / vector.scale))
         if vector.source is None:
             vector.send()
+        if vector.opening:  # these were found while the gradients were copied
+            return
         self._find(self._mixed, mixed, vector)
         self._share(vector)
 
@@ -212,6 +220,7 @@ class FusedUnused(Unused):
     Args:
         kernel: ``unused_triton.py``.
         kept, mixed, states, world: see ``Unused``.
+        late: whatever needs to know what is unused can read it in the messages.
     """
 
     def __init__(
@@ -221,11 +230,14 @@ class FusedUnused(Unused):
         mixed: Sequence[Block],
         states: Mapping[str, State],
         world: World,
+        late: bool,
     ) -> None:
         super().__init__(kept, mixed, states, world)
         self._kernel, self._device = kernel, world.device
         self._tables = {id(blocks): self._table(blocks) for blocks in (self.kept, self._mixed)}
         self._places: dict[int, Tensor] = {}
+        # rows of embeddings would be looked up in all messages, element by element
+        self.late = late and not kept and all(block.rows == 1 for block in mixed)
 
     def phase(self, step: int) -> tuple[()]:
         """See ``Stage``."""
@@ -248,6 +260,10 @@ class FusedUnused(Unused):
             first += block.rows
         firsts, counts = zip(*rows, strict=True)
         return firsts, counts
+
+    def rows_of(self, pieces: int) -> tuple[int, ...]:
+        """Return the row of each piece in the mask, or -1, if none has several."""
+        return tuple(first if count else -1 for first, count in zip(*self._rows(pieces), strict=True))
 
     def remember(self, vector: Vector) -> None:
         """Remember the states, and check the gradients: a correction would change the vector that the kernel reads."""
@@ -276,7 +292,8 @@ class FusedUnused(Unused):
             super()._clear(blocks, mask, vector, mixed)
             return
         table = self._tables[id(blocks)]
-        if mixed and not self._states and vector.fused and vector.bucket:  # then none is kept
+        if mixed and (self.late or not self._states) and vector.fused and vector.bucket:
+            # whoever writes the means zeroes these, and LoCo takes what was not sent of them for zeros
             vector.rows = Rows(*self._rows(len(vector.pieces)), mask)
             return
         targets = (vector.mean, vector.rest) if mixed and self._states else (vector.mean,)
@@ -325,6 +342,7 @@ def plan_unused(
     states: Mapping[str, State],
     world: World,
     unused: bool,
+    late: bool,
 ) -> Unused | None:
     """Plan the checks for vectors of these segments.
 
@@ -335,6 +353,7 @@ def plan_unused(
         states: of the group, by name.
         world: the ranks.
         unused: parameters may be without a gradient.
+        late: see ``FusedUnused``.
 
     Returns:
         None if zeros stay zeros and no state has to be kept.
@@ -349,4 +368,4 @@ def plan_unused(
     if not kept and not mixed:
         return None
     fused = kernels.backend(__name__, world.device)
-    return FusedUnused(fused, kept, mixed, states, world) if fused else Unused(kept, mixed, states, world)
+    return FusedUnused(fused, kept, mixed, states, world, late) if fused else Unused(kept, mixed, states, world)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from lightning_compress.collectives.counting import all_gather_rounds
 from lightning_compress.core.random import mix
 from lightning_compress.core.source import Source
 from lightning_compress.core.state import States
+from lightning_compress.core.told import Opening, Told
 from lightning_compress.core.workspace import Messages
 from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, length_cost, longest
+from lightning_compress.exchanges.head import bits_of, opening_of
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.parts import part_count, parts_of
 
@@ -57,15 +60,30 @@ class _Plan(ExchangePlan):
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, source: Source | None = None) -> None:
         rank, size = self._collective.rank, self._collective.size
         begun = []
+        late = self.tells and len(self._parts) == 1 and not self._parts[0][0].variable
         for number, (plan, own, all_messages) in enumerate(self._parts):
             part_key = mix(key, number) if number else key
             plan.agree(part_key, rank, size)
+            plan.head.written = self.opened
             message = own.all[0]
-            used = plan.encode(vector, message, mix(part_key, rank), flag, keep=False, source=source)
+            used = plan.encode(vector, message, mix(part_key, rank), flag, False, source, late)
             width = longest(used, plan.size, self._collective, vector.device) if plan.variable else plan.size
             messages = all_messages.all.view(-1)[: size * width].view(size, width)
             begun.append((messages, self._collective.begin("all_gather", message[:width], messages)))
         for (plan, _, _), (messages, wait) in zip(self._parts, begun, strict=True):
             wait()
-            plan.head.read(messages, flag)
+            if not late:
+                plan.head.read(messages, flag)
             plan.decode(messages, out, 1 / size, accumulate=False)
+        self.told = Told(messages, self._bits, size) if late else None
+
+    @cached_property
+    def opening(self) -> Opening | None:
+        """See ``ExchangePlan.opening``."""
+        (plan, own, _), *more = self._parts
+        return None if more or plan.variable else opening_of([plan.head], own.all, own.all[0], -1)
+
+    @cached_property
+    def _bits(self) -> tuple[int, ...]:
+        """See ``Told``."""
+        return bits_of([(self._parts[0][0].head, 0)])

@@ -23,6 +23,7 @@ from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.source import Source
 from lightning_compress.core.state import States, StateSpec
+from lightning_compress.core.told import Opening, Told
 from lightning_compress.exchanges.head import LENGTH
 from lightning_compress.exchanges.message import MessagePlan, Out, Section, room_for
 
@@ -112,6 +113,9 @@ class ExchangePlan:
         dense_spans: slices of the vector that travel as float32.
         in_place: averages gradients in their own memory, if nothing is encoded.
         marked: the sections' marks travel with the messages.
+        tells: let the caller read the heads of what arrived, where that is possible.
+        opened: the caller has written the heads of ``opening``.
+        told: what the caller of the last ``mean`` has to read, or None.
     """
 
     cost: Cost
@@ -120,6 +124,14 @@ class ExchangePlan:
     dense_spans: Sequence[slice] = ()
     in_place: AveragesInPlace | None = None
     marked: bool = False
+    tells: bool = False
+    opened: bool = False
+    told: Told | None = None
+
+    @property
+    def opening(self) -> Opening | None:
+        """The heads of the messages that ``mean`` sends first, if kernels may write them before; or None."""
+        return None
 
     @property
     def compared(self) -> Cost:

@@ -10,7 +10,7 @@ first section's dtype. It is infinite on a rank that could not read a message it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.core.layout import Segment
+from lightning_compress.core.told import Opening
 
 LENGTHS, LENGTH = 8, 8
 """The offset of the section lengths in a message, and the bytes of each length."""
@@ -67,7 +68,10 @@ class Head:
         dtype: of the flag.
         rows: the mask's rows that travel.
         masks: of this rank and of any rank.
+        written: it is written already.
     """
+
+    written = False
 
     def __init__(
         self,
@@ -88,10 +92,18 @@ class Head:
     def _index(self) -> Tensor:
         return torch.tensor(self.rows, dtype=torch.int64).to(self._device)
 
-    def write(self, message: Tensor, flag: Tensor) -> None:
-        """Write the flag and the bits of this rank to ``message``, uint8 ``[size]``; the rest was zeros."""
+    def write(self, message: Tensor, flag: Tensor, late: bool = False) -> None:
+        """Write the flag and the bits of this rank to ``message``, uint8 ``[size]``; the rest was zeros.
+
+        Args:
+            message: see above.
+            flag: float32 scalar.
+            late: ``read`` is not called afterwards; kernels then leave zeros in this rank's mask.
+        """
+        if self.written:
+            return
         if self._fused:
-            self._fused.write(message, flag, *self.masks, self._index, self.bits, self.dtype)
+            self._fused.write(message, flag, *self.masks, self._index, self.bits, self.dtype, late)
             return
         message[:ALIGNMENT].view(self.dtype)[:1].copy_(flag)
         if self.rows:
@@ -121,6 +133,25 @@ class Head:
         if messages.stride(0) % size or messages.storage_offset() % size:
             messages = messages[:, :ALIGNMENT].contiguous()
         return messages[:, :ALIGNMENT].view(self.dtype)[:, 0].float()
+
+
+def bits_of(heads: Iterable[tuple[Head, int]]) -> tuple[int, ...]:
+    """Return for each row of a mask a bit that some head has for it; see ``Told``.
+
+    Args:
+        heads: each with the first byte of its message.
+    """
+    places = {row: 8 * (first + head.bits) + number for head, first in heads for number, row in enumerate(head.rows)}
+    return tuple(places.get(row, -1) for row in range(max(places, default=-1) + 1))
+
+
+def opening_of(heads: Sequence[Head], messages: Tensor, own: Tensor, rank: int) -> Opening | None:
+    """Return heads without lengths as kernels write them, if there are kernels; see ``Opening``."""
+    fused, device = heads[0]._fused, messages.device
+    if not fused or any(head.bits != LENGTHS or head.dtype != torch.float32 for head in heads):
+        return None
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    return Opening(messages, own, rank, fused.bits_of(heads, device), LENGTHS, heads[0].masks[0], arrived)
 
 
 def _packed(rows: Tensor, out: Tensor) -> None:

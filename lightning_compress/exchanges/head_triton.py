@@ -18,7 +18,7 @@ _TILE = 128
 
 
 def write(
-    message: Tensor, flag: Tensor, own: Tensor, into: Tensor, index: Tensor, bits: int, dtype: torch.dtype
+    message: Tensor, flag: Tensor, own: Tensor, into: Tensor, index: Tensor, bits: int, dtype: torch.dtype, late: bool
 ) -> None:
     """See ``Head.write``.
 
@@ -30,10 +30,11 @@ def write(
         index: int64 ``[rows]``, which of the mask's rows travel.
         bits: first byte with bits.
         dtype: of the flag in the message.
+        late: leave zeros in ``own``, and do not write to ``into``.
     """
     grid = (max(1, triton.cdiv(len(index), 8 * _TILE)),)
     head = message[:ALIGNMENT].view(dtype)
-    _write[grid](message[bits:], head, flag, own, into, index, len(index), _TILE, **OPTIONS)
+    _write[grid](message[bits:], head, flag, own, into, index, len(index), late, _TILE, **OPTIONS)
 
 
 def read(
@@ -79,8 +80,8 @@ def write_all(messages: Tensor, own_sum: Tensor, flag: Tensor, own: Tensor, rows
 
 
 def fold(
-    received: Tensor, own_sum: Tensor, flag: Tensor, masks: tuple[Tensor, Tensor], rows: Tensor, rank: int,
-    vector: Tensor, tiles: Tensor,
+    received: Tensor, own_sum: Tensor, flag: Tensor, mask: Tensor, rows: Tensor, rank: int, vector: Tensor,
+    tiles: Tensor,
 ) -> None:  # fmt: skip
     """Add what the heads of received messages say to the head of the own sum, and find sums that are not finite.
 
@@ -88,15 +89,14 @@ def fold(
         received: uint8 ``[W, size]``; this rank's row is ignored.
         own_sum: see ``write_all``.
         flag: float32 scalar, 0.0 or NaN; becomes NaN if a flag or a sum is not finite.
-        masks: uint8, of this rank, and of any rank; the latter becomes zeros.
+        mask: uint8, becomes zeros.
         rows: ``bits_of`` each shard.
         rank: of this process.
         vector: float32; sums that are not finite become 0.
         tiles: int64 ``[tiles, 2]``, starts and lengths of at most ``SUMS`` elements of the own shard.
     """
-    own, any_rank = masks
-    inputs = received, received.stride(0), own_sum, flag, own, any_rank, len(any_rank), rows, rows.stride(0), rank
-    steps = _steps(rows.shape[1] - 1), _steps(len(any_rank))
+    inputs = received, received.stride(0), own_sum, flag, mask, len(mask), rows, rows.stride(0), rank
+    steps = _steps(rows.shape[1] - 1), _steps(len(mask))
     constants = len(received), *steps, LENGTHS, _TILE, SUMS
     _fold[(max(1, len(tiles)),)](*inputs, vector, tiles, len(tiles), *constants, **OPTIONS)
 
@@ -151,7 +151,7 @@ def _write_all(
 
 @kernel(do_not_specialize=["rank", "numel", "tiles_count"])
 def _fold(
-    received, stride: tl.int64, own_sum, flag, own, any_rank, numel, rows, step: tl.int64, rank, vector, tiles,
+    received, stride: tl.int64, own_sum, flag, mask, numel, rows, step: tl.int64, rank, vector, tiles,
     tiles_count, RANKS: tl.constexpr, STEPS: tl.constexpr, CLEARS: tl.constexpr, BITS: tl.constexpr,
     TILE: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -178,16 +178,15 @@ def _fold(
         rows += rank * step
         count = tl.load(rows)
         for turn in range(STEPS):
-            byte, place, there = _rows(rows, turn * TILE, count, TILE)
-            used = tl.load(own + place, mask=there, other=0).to(tl.int32) << tl.arange(0, 8)[None, :]
-            bits = tl.sum(used, axis=1)
+            byte = turn * TILE + tl.arange(0, TILE)
+            bits = tl.load(own_sum + BITS + byte, mask=byte * 8 < count, other=0).to(tl.int32)
             for peer in range(RANKS):
                 if peer != rank:
                     bits |= tl.load(received + peer * stride + BITS + byte, mask=byte * 8 < count, other=0).to(tl.int32)
             tl.store(own_sum + BITS + byte, bits.to(tl.uint8), mask=byte * 8 < count)
         for turn in range(CLEARS):
             index = turn * (8 * TILE) + tl.arange(0, 8 * TILE)
-            tl.store(any_rank + index, tl.zeros([8 * TILE], tl.uint8), mask=index < numel)
+            tl.store(mask + index, tl.zeros([8 * TILE], tl.uint8), mask=index < numel)
 
 
 @kernel
@@ -211,12 +210,16 @@ def _read_all(
 
 
 @kernel(do_not_specialize=["count"])
-def _write(bits, head, flag, own, into, index, count, TILE: tl.constexpr):
+def _write(bits, head, flag, own, into, index, count, LATE: tl.constexpr, TILE: tl.constexpr):
     byte = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = byte[:, None] * 8 + tl.arange(0, 8)[None, :]
     place = tl.load(index + row, mask=row < count, other=0)
     used = tl.load(own + place, mask=row < count, other=0)
-    tl.store(into + place, used, mask=row < count)
+    if LATE:
+        tl.debug_barrier()  # another thread may store than loaded
+        tl.store(own + place, tl.zeros([TILE, 8], tl.uint8), mask=row < count)
+    else:
+        tl.store(into + place, used, mask=row < count)
     packed = tl.sum(used.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
     tl.store(bits + byte, packed.to(tl.uint8), mask=byte * 8 < count)
     if tl.program_id(0) == 0:

@@ -55,7 +55,7 @@ class Heads:
             messages.numpy()[:, self._bits] = bits  # zeros where a head is shorter, which its sections overwrite
             own_sum.numpy()[self._own_bits] = bits[self._rank, : self._own_bits.stop - LENGTHS]
 
-    def fold(self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor) -> None:
+    def fold(self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor, late: bool = False) -> None:
         """Finish the head of the own sum by what the heads of received messages say, and find sums out of range.
 
         Args:
@@ -63,9 +63,10 @@ class Heads:
             own_sum: see ``write``.
             vector: float32; sums in the own shard that are not finite become zeros.
             flag: float32 scalar, 0.0 or NaN; becomes NaN if a flag or a sum is not finite.
+            late: ``read`` is not called afterwards.
         """
         if self._fused:
-            inputs = received, own_sum, flag, self._masks, self._rows, self._rank
+            inputs = received, own_sum, flag, self._masks[not late], self._rows, self._rank
             self._fused.fold(*inputs, vector, self._tiles)
             return
         told = _flags(received) * 0.0

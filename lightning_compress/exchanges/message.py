@@ -243,6 +243,7 @@ class MessagePlan:
         flag: Tensor,
         keep: bool = True,
         source: Source | None = None,
+        late: bool = False,
     ) -> int:
         """Encode the sections into ``message``. ``vector`` keeps what was not encoded.
 
@@ -253,6 +254,7 @@ class MessagePlan:
             flag: float32 scalar, 0.0 or NaN.
             keep: the caller needs what encoding leaves even in sections without error feedback.
             source: what is encoded, if it is not in ``vector`` yet.
+            late: ``head.read`` will not be called for what arrives.
 
         Returns:
             Bytes of the message to send.
@@ -275,7 +277,7 @@ class MessagePlan:
                     message[starts[-1] + used : end] = 0  # clear the rest of an earlier, longer message
                 else:
                     end = self._ends[number]
-            self.head.write(message, flag)  # a source may find only now that it is not finite
+            self.head.write(message, flag, late)  # a source may find only now that it is not finite
             if self.variable:
                 lengths = torch.tensor([plan.used for _, plan in self._parts], dtype=torch.int64)
                 message[LENGTHS : LENGTHS + LENGTH * len(lengths)].view(torch.int64).copy_(lengths)

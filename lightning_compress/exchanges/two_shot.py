@@ -22,6 +22,7 @@ from lightning_compress.collectives.counting import all_gather_rounds, all_to_al
 from lightning_compress.core.random import mix, permutation
 from lightning_compress.core.source import Source
 from lightning_compress.core.state import States
+from lightning_compress.core.told import Opening, Told
 from lightning_compress.core.workspace import Messages
 from lightning_compress.exchanges.exchange import (
     Cost,
@@ -33,6 +34,7 @@ from lightning_compress.exchanges.exchange import (
     read_sums,
     sections_of_sums,
 )
+from lightning_compress.exchanges.head import bits_of, opening_of
 from lightning_compress.exchanges.heads import Heads
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
@@ -133,21 +135,26 @@ class _Plan(ExchangePlan):
         )
         self.sum_ranks = 1 if parts[0].same else size
 
+    @cached_property
+    def opening(self) -> Opening | None:
+        """See ``ExchangePlan.opening``."""
+        return self._parts[0].opening() if len(self._parts) == 1 else None
+
     def mean(self, vector: Tensor, out: Out, key: int, flag: Tensor, source: Source | None = None) -> None:
         source = Source(vector) if source is None else source
         for span in self._own:  # encoded only after the others' are added
             source.part(span).into(vector[span])
-        error = DeferredError()
+        error, late = DeferredError(), self.tells and len(self._parts) == 1 and self._parts[0].at_once
         keys = [mix(key, number) if number else key for number in range(len(self._parts))]
         with_keys = list(zip(self._parts, keys, strict=True))
-        waits = [part.send(source, vector, part_key, flag) for part, part_key in with_keys]
+        waits = [part.send(source, vector, part_key, flag, self.opened) for part, part_key in with_keys]
         for number, (part, part_key) in enumerate(with_keys):
             waits[number]()
-            waits[number] = part.send_sum(vector, part_key, flag, error)
+            waits[number] = part.send_sum(vector, part_key, flag, error, late)
         for part, wait in zip(self._parts, waits, strict=True):
             wait()
             error.raise_own()  # by now, every rank was sent the mark
-            part.read_sums(out, flag)
+            self.told = part.read_sums(out, flag, late)
         for part in self._parts:
             part.check(flag, error)
 
@@ -199,11 +206,23 @@ class _Part:
         """What handles all shards at once; made in the first step, because many plans are only priced."""
         return _Together.of(self._shards, self._sums, self.own.spans, self._world)
 
-    def send(self, source: Source, vector: Tensor, key: int, flag: Tensor) -> Wait:
+    @property
+    def at_once(self) -> bool:
+        """Whether all shards are handled at once by kernels."""
+        return self._together is not None
+
+    def opening(self) -> Opening | None:
+        """Return the heads of the messages to owners; see ``ExchangePlan.opening``."""
+        heads = [shard.head for shard in self._shards]
+        return opening_of(heads, self._send.all, self._sum.all[0], self._collective.rank) if self._together else None
+
+    def send(self, source: Source, vector: Tensor, key: int, flag: Tensor, opened: bool) -> Wait:
         """Send every owner its shard of the source."""
         rank, size = self._collective.rank, self._collective.size
         if self._together:
-            self._together.encode(self._send.all, self._sum.all[0], source, vector, key, flag)
+            if not opened:
+                self._together.open(self._send.all, self._sum.all[0], flag)
+            self._together.encode(self._send.all, source, vector, key)
             self._received = self._rows(self._widest.size)
             return self._collective.begin("all_to_all", self._send.all, self._received)
         used = 0
@@ -220,13 +239,13 @@ class _Part:
         self._received = self._rows(width)
         return self._collective.begin("all_to_all", self._send.all[:, :width].contiguous(), self._received)
 
-    def send_sum(self, vector: Tensor, key: int, flag: Tensor, error: DeferredError) -> Wait:
+    def send_sum(self, vector: Tensor, key: int, flag: Tensor, error: DeferredError, late: bool) -> Wait:
         """Add what arrived to the own shard of the vector, and send the sum to all."""
         rank, own, received = self._collective.rank, self.own, self._received
         total, keep = self._sums[rank], self._step is not None
         message = self._sum.all[0, : total.size]
         if self._together:
-            self._together.add(received, message, vector, flag, error)
+            self._together.add(received, message, vector, flag, error, late)
         else:
             for others in (received[:rank, : own.size], received[rank + 1 :, : own.size]):
                 if len(others):
@@ -248,16 +267,16 @@ class _Part:
         self._received = self._rows(width)
         return self._collective.begin("all_gather", self._sum.all[0, :width], self._received)
 
-    def read_sums(self, out: Out, flag: Tensor) -> None:
-        """Decode every shard's sum."""
+    def read_sums(self, out: Out, flag: Tensor, late: bool) -> Told | None:
+        """Decode every shard's sum, and return the sums if the caller is to read their heads."""
         weight = 1.0 if self._step else 1 / self._collective.size
         if self._together:
-            self._together.read(self._received, out, weight, flag)
-            return
+            return self._together.read(self._received, out, weight, flag, late)
         for peer, shard in enumerate(self._sums):
             message = self._received[peer : peer + 1, : shard.size]
             shard.decode(message, out, weight, accumulate=False)
             shard.head.read(message, flag)
+        return None
 
     def check(self, flag: Tensor, error: DeferredError) -> None:
         """Raise ValueError if an owner could not read what it received."""
@@ -300,6 +319,8 @@ class _Together:
         self._added = ShardMessages.of([(rank, shards[rank], 0)], device, meter)
         self._own_sum = ShardMessages.of([(size, sums[rank], 0)], device, meter)
         self._sums = ShardMessages.of(everyones, device, meter)
+        # the head of a row's last owner, as of every other, has what any rank said of all of the row
+        self._bits = bits_of([(plan.head, peer * sum_width) for peer, plan in enumerate(sums)])
 
     @classmethod
     def of(
@@ -311,16 +332,21 @@ class _Together:
         ready = world.device.type == "cpu" or kernels.compiler(world.device) == "triton"
         return cls(shards, sums, own, world) if ready and not apart else None
 
-    def encode(self, messages: Tensor, own_sum: Tensor, source: Source, vector: Tensor, key: int, flag: Tensor) -> None:
-        """Encode all shards but the own one."""
+    def open(self, messages: Tensor, own_sum: Tensor, flag: Tensor) -> None:
+        """Write the heads of all messages."""
         self._heads.write(messages, own_sum, flag)
+
+    def encode(self, messages: Tensor, source: Source, vector: Tensor, key: int) -> None:
+        """Encode all shards but the own one."""
         self._to_owners.encode(source, vector, messages, mix(key, self._rank), False)
 
-    def add(self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor, error: DeferredError) -> None:
+    def add(
+        self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor, error: DeferredError, late: bool
+    ) -> None:
         """Add what arrived to the own shard."""
         with error.deferred():
             self._added.decode(received, vector, 1.0, accumulate=True, skip=self._rank)
-        self._heads.fold(received, own_sum, vector, flag)
+        self._heads.fold(received, own_sum, vector, flag, late)
         if error:
             error.mark(flag)
             self._heads.report(own_sum, flag)
@@ -329,10 +355,12 @@ class _Together:
         """Encode the sum of the own shard."""
         self._own_sum.encode(Source(vector), vector, own_sum, mix(key, self._rank), keep)
 
-    def read(self, received: Tensor, out: Out, weight: float, flag: Tensor) -> None:
-        """Decode all sums."""
-        self._heads.read(received, flag)
+    def read(self, received: Tensor, out: Out, weight: float, flag: Tensor, late: bool) -> Told | None:
+        """Decode all sums, and read their heads unless that comes later."""
+        if not late:
+            self._heads.read(received, flag)
         self._sums.decode(received, out, weight, accumulate=False)
+        return Told(received, self._bits, 1) if late else None
 
 
 def _on_cpu(device: torch.device) -> bool:

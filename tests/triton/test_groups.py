@@ -43,7 +43,7 @@ def spoilt(rank, step, parts):
         parts[0][7, 7] = torch.nan
 
 
-def program(collective, device, settings, happens, twice, unused):
+def program(collective, device, settings, happens, twice, unused, scale=None):
     """What three steps make of gradients, and what is kept then."""
     meter = Meter(device)
     meter.sample_every = 0
@@ -55,7 +55,8 @@ def program(collective, device, settings, happens, twice, unused):
             bucket = parts[0]._base.to(device)
             parts = [bucket[each.storage_offset() :][: each.numel()].view(each.shape) for each in parts]
             happens(collective.rank, step, parts)
-            rejected = group.reduce(parts, step, None).isnan()
+            factor = None if scale is None else torch.tensor(scale, device=device)
+            rejected = group.reduce(parts, step, factor).isnan()
             found += parts
         for state in group.states.values():
             state.commit(rejected, group.names)
@@ -79,6 +80,24 @@ def test_as_on_a_cpu(happens, exchange, twice, device, by):
     unused = happens is without  # else an accelerator does not look
     settings = RunState.of({"name": "onebit", "block": 512}, exchange)
     _same(by, device, lambda ranks, where: program(ranks, where, settings, happens, twice, unused))
+
+
+def nowhere(rank, step, parts):
+    """No rank has gradients for two parameters, and one rank alone for another."""
+    for part in (parts[1], parts[3], *([parts[2]] if rank != step else [])):
+        part.zero_()
+
+
+@pytest.mark.parametrize("scale", [None, 1000.0])
+@pytest.mark.parametrize("happens", [nowhere, spoilt])
+@pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
+@pytest.mark.parametrize("method", ["qsgd", "rotated", "onebit"])
+def test_few_launches(method, exchange, happens, scale, device, by, monkeypatch):
+    """Who copies gradients writes the heads, and who writes the means reads them, and both know the loss scale."""
+    monkeypatch.setitem(globals(), "PARAMETERS", LONG)
+    given = {"error_feedback": "loco"} if method == "onebit" else {}
+    settings = RunState.of(method, exchange, **given)
+    _same(by, device, lambda ranks, where: program(ranks, where, settings, happens, False, False, scale))
 
 
 def rows(rank, step, parts):
