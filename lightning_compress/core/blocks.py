@@ -76,10 +76,8 @@ def table(segments: Segments, most: int | None, device: torch.device) -> Tensor:
     rows = []
     for source, start, size, code, treated in segments.rows:
         for at in range(0, size, most or max(1, size)):
-            places = (code + at, code + size + at // BLOCK) if code >= 0 else (-1, -1)
-            rows.append(
-                (source + at, start + at, min(size - at, most or size), *places, treated if code >= 0 else KEEP)
-            )
+            codes = (code + at, code + size + at // BLOCK, treated) if code >= 0 else (-1, -1, KEEP)
+            rows.append((source + at, start + at, min(size - at, most or size), *codes))
     return torch.tensor(rows, dtype=torch.int64).view(-1, 6).to(device)
 
 

@@ -311,7 +311,7 @@ class Stage:
         """Return what of the step's number decides the calls that it makes; None if they must not be recorded.
 
         Equal phases mean equal calls if the states' memory and touched parameters are the same, too; see
-        ``engine/program.py``.
+        ``engine/programs.py``.
         """
         return None
 

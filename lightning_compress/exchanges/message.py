@@ -212,7 +212,7 @@ class MessagePlan:
         Call it before ``encode`` and ``decode``, with the same key on all ranks.
         """
         for number, plan in self._sharing:
-            plan.share(section_key(key, number))
+            plan.share(_section_key(key, number))
 
     def correlate(self, key: int, place: int, places: int) -> None:
         """Make this rank's rounding errors cancel those of other ranks; see ``Plan.correlate``.
@@ -227,7 +227,7 @@ class MessagePlan:
         """
         for number, ((_, plan), correlated) in enumerate(zip(self._parts, self._correlated, strict=True)):
             if correlated:
-                plan.correlate(section_key(key, number), place, places)
+                plan.correlate(_section_key(key, number), place, places)
 
     def agree(self, key: int, rank: int, size: int) -> None:
         """Call ``share``, and ``correlate`` over all ranks in a random order."""
@@ -267,9 +267,7 @@ class MessagePlan:
         with self._meter.encode:
             for number, (span, plan) in enumerate(self._parts):
                 part, rest = message[end : end + plan.message_size], vector[span] if keeps[number] else None
-                if type(plan) is not KernelPlan and (tape := program.here.tape):
-                    tape.refuse("a codec does a part of its work without kernels")
-                plan.encode_from(source.part(span), rest, part, section_key(key, number))
+                encode_section(plan, source.part(span), rest, part, key, number)
                 starts.append(end)
                 if self.variable:
                     used = plan.used
@@ -369,7 +367,14 @@ def zero_nonfinite(vector: Tensor, flag: Tensor) -> None:
             vector.zero_()
 
 
-def section_key(key: int, number: int) -> int:
+def encode_section(plan: Plan, source: Source, rest: Tensor | None, message: Tensor, key: int, number: int) -> None:
+    """Encode a section by its own random stream; see ``Plan.encode_from``. ``number`` is the section's."""
+    if type(plan) is not KernelPlan and (tape := program.here.tape):
+        tape.refuse("a codec does a part of its work without kernels")
+    plan.encode_from(source, rest, message, _section_key(key, number))
+
+
+def _section_key(key: int, number: int) -> int:
     """Return a section's own key, so that sections do not round alike.
 
     It mixes in negative numbers, because exchanges mix in ranks and parts, which are 0 or more.

@@ -14,7 +14,7 @@ from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, ShardCoder,
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.random import mix
 from lightning_compress.core.source import Source
-from lightning_compress.exchanges.message import MessagePlan, Out, room_for, section_key
+from lightning_compress.exchanges.message import MessagePlan, Out, encode_section, room_for
 
 
 class _Alone(NamedTuple):
@@ -79,8 +79,7 @@ class ShardMessages:
                 coder.encode_shards(source, vector if keep or fed_back else None, messages, shards, key)
             for each in self.alone:
                 rest, own = vector[each.span] if keep or each.kept else None, mix(each.peer, key=key)
-                part = source.part(each.span)
-                each.plan.encode_from(part, rest, each.message(messages), section_key(own, each.number))
+                encode_section(each.plan, source.part(each.span), rest, each.message(messages), own, each.number)
 
     def decode(self, messages: Tensor, out: Out, weight: float, accumulate: bool, skip: int | None = None) -> None:
         """Decode the shards; see ``ShardCoder.decode_shards``."""
