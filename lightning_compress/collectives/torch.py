@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from hashlib import sha256
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -197,13 +199,35 @@ def begin_directly(group: dist.ProcessGroup, name: Overlapping, *arguments: Any)
 
 
 _parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many groups each group of some ranks, such as a column of a mesh, was parted into so far."""
 
 
 def _part(whole: dist.ProcessGroup, ranks: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-    mine: dist.ProcessGroup | None = None
+    mine = next(part for part in ranks if dist.get_rank(whole) in part)
+    everyone = whole.size() == dist.get_world_size()
     timeout = whole._get_backend(torch.device("cuda" if _by_nccl(whole) else "cpu")).options._timeout
-    for part in ranks:  # every rank has to create all of them, in the same order
-        group = dist.new_group([dist.get_global_rank(whole, rank) for rank in part], timeout=timeout)
-        mine = group if dist.get_rank(whole) in part else mine
-    assert mine is not None
-    return mine
+    with nullcontext() if everyone else _own_number(whole, mine):
+        made = {  # where all ranks are here, each has to create all parts, in the same order
+            part: dist.new_group([dist.get_global_rank(whole, rank) for rank in part], timeout=timeout)
+            for part in (ranks if everyone else [mine])
+        }
+    return cast(dist.ProcessGroup, made[mine])
+
+
+@contextmanager
+def _own_number(whole: dist.ProcessGroup, part: tuple[int, ...]) -> Iterator[None]:
+    """Name the next group after ``whole`` and its part: PyTorch takes the number of groups that this rank has made.
+
+    Columns of a mesh that make groups at the same time have the same number, and under one name ranks of one column
+    would meet those of another. ``use_local_synchronization=True`` gives a group the name of a closed one again, and
+    Gloo then finds the addresses of that.
+    """
+    world, number = dist.distributed_c10d._world, _made.get(whole, 0)
+    _made[whole] = number + 1
+    counted = world.group_count
+    world.group_count = int(sha256(f"{whole.group_name} {number} {part}".encode()).hexdigest()[:15], 16)
+    try:
+        yield
+    finally:
+        world.group_count = counted

@@ -141,6 +141,9 @@ def test_a_message_of_another_length_is_an_error():
 class CudaOnly:
     """A group as of ``init_process_group("nccl")``, by a backend of another name."""
 
+    def size(self):
+        return dist.get_world_size()
+
     def _get_backend(self, device):
         if device.type != "cuda":
             raise RuntimeError("No backend type associated with device type cpu")
@@ -163,7 +166,7 @@ def _by_another_nccl(size):
         patch.setattr(dist, "get_global_rank", lambda group, rank: rank)
         patch.setattr(dist, "new_group", lambda ranks, timeout: timeouts.append(timeout) or dist.group.WORLD)
         patch.setattr(dist, "get_rank", lambda group: 0)
-        transport._part(CudaOnly(), ((0, 1),))
+        transport._part(CudaOnly(), (tuple(range(size)),))
     return len(found), timeouts
 
 

@@ -17,7 +17,7 @@ from benchmarks.harness.forking import PRELOAD, forking
 from benchmarks.harness.nccl import share_a_gpu
 from tests.helpers.loopback import enter
 
-NUMBA = "lightning_compress.core.vector_numba"
+NUMBA = "lightning_compress.core.source_numba"
 USED = ("omegaconf", "sklearn.datasets", "torch.profiler")
 PRELOADED = (
     *PRELOAD,
