@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.core.random import Stream
 from lightning_compress.core.source import Source
+from lightning_compress.core.told import Fold
+from lightning_compress.core.told_triton import fold_heads, fold_of, sound
 from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, read_sum, shard, write
 from lightning_compress.kernels.triton.random_bits import random16, signed
 
@@ -62,12 +64,12 @@ class Halves:
         _encode_shards[(len(shards.table),)](*inputs, *constants, **OPTIONS)
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, fold: Fold | None
     ) -> None:
         """See ``ShardCoder``."""
-        halves, rows = self._halves(messages), 1 if skip is None else len(messages)
-        inputs = halves, 2 * halves.stride(0), shards.table, out, weight, -1 if skip is None else skip
-        _decode_shards[(len(shards.table),)](*inputs, accumulate, rows, **OPTIONS)
+        folded, constants = fold_of(fold, messages)
+        inputs = self._halves(messages), messages, messages.stride(0), shards.table, out, weight, *folded
+        _decode_shards[(len(shards.table),)](*inputs, accumulate, *constants, **OPTIONS)
 
     def _halves(self, message: Tensor) -> Tensor:
         return message.view(torch.int16 if self.dtype == torch.bfloat16 else self.dtype)
@@ -117,27 +119,38 @@ def _encode_tile(
 
 @kernel(do_not_specialize=["numel"])
 def _decode(halves, stride: tl.int64, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr):
-    _decode_part(tl.program_id(0), None, halves, stride, out, weight, numel, ADD, MESSAGES)
+    _decode_part(tl.program_id(0), None, halves, stride, out, weight, numel, None, None, ADD, MESSAGES)
 
 
-@kernel(do_not_specialize=["skip"])
-def _decode_shards(halves, stride: tl.int64, table, out, weight, skip, ADD: tl.constexpr, MESSAGES: tl.constexpr):
+@kernel(do_not_specialize=["rank", "marked"])
+def _decode_shards(
+    halves, messages, stride: tl.int64, table, out, weight, rank, own, flag, mask, marked,
+    ADD: tl.constexpr, MESSAGES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
+    CLEARS: tl.constexpr,
+):  # fmt: skip
     tile, start, numel, at = shard(table)
-    _decode_part(tile, skip, halves + at, stride, out + start, weight, numel, ADD, MESSAGES)
+    inputs = tile, rank, halves + at, stride, out + start, weight, numel
+    if WIDTH:
+        _decode_part(*inputs, flag, own, ADD, MESSAGES)
+        if tl.program_id(0) == 0:
+            fold_heads(messages, stride, rank, own, flag, mask, marked, MESSAGES, WIDTH, BITS, BYTES, CLEARS)
+    else:
+        _decode_part(*inputs, None, None, ADD, MESSAGES)
 
 
 @triton.jit
-def _decode_part(tile, skip, halves, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr):
+def _decode_part(tile, skip, halves, stride, out, weight, numel, flag, own, ADD: tl.constexpr, MESSAGES: tl.constexpr):
     if (tile + 1).to(tl.int64) * _TILE <= numel:
-        _decode_tile(tile, skip, halves, stride, out, weight, numel, ADD, MESSAGES, True)
+        _decode_tile(tile, skip, halves, stride, out, weight, numel, flag, own, ADD, MESSAGES, True)
     else:
-        _decode_tile(tile, skip, halves, stride, out, weight, numel, ADD, MESSAGES, False)
+        _decode_tile(tile, skip, halves, stride, out, weight, numel, flag, own, ADD, MESSAGES, False)
 
 
 @triton.jit
 def _decode_tile(
-    tile, skip, halves, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr
-):
+    tile, skip, halves, stride, out, weight, numel, flag, own,
+    ADD: tl.constexpr, MESSAGES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     start, index, inside = _indices(tile, numel)
     total = read(out + start, index, inside, WHOLE) if ADD else tl.zeros([_ROWS, 4], tl.float32)
     for message in range(MESSAGES):
@@ -146,6 +159,8 @@ def _decode_tile(
             total += added
         else:
             total = tl.where(message == skip, total, total + added)
+    if own is not None:
+        total = sound(total, flag, own)
     write(out + start, index, total, inside, WHOLE)
 
 

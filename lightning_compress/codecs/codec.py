@@ -36,6 +36,7 @@ from torch import Tensor
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import Stream
 from lightning_compress.core.source import Pieces, Source
+from lightning_compress.core.told import Fold
 
 ALIGNMENT = 16
 """Sections of a message start at multiples of this many bytes."""
@@ -247,18 +248,18 @@ class ShardCoder(Protocol):
         """
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, fold: Fold | None
     ) -> None:
         """Write or add the weighted sums of messages.
 
         Args:
-            messages: uint8 ``[M, size]``, contiguous. Shards are decoded from every row, but from row ``skip``, by
-                kernels alone; or, if ``skip`` is None, each from the place where it stands, once.
+            messages: uint8 ``[M, size]``, contiguous. Shards are decoded from every row but the own one, by kernels
+                alone; or, if ``fold`` is None, each from the place where it stands, once.
             shards: which ones; their places count from the first row.
             out: the whole vector; on a CPU also in pieces, with ``accumulate=False``.
             weight: factor.
             accumulate: add to ``out``.
-            skip: see ``messages``.
+            fold: whose heads are folded, too, and whose sums are checked; or None.
         """
 
 

@@ -15,6 +15,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, Shard, Shards, SourcePlan
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
+from lightning_compress.core.told import Fold
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _DensePlan(SourcePlan):
         source.feed(self._fast.encode_shards, shards.table.numpy(), messages.view(-1).numpy(), left)
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, fold: Fold | None
     ) -> None:
         """See ``ShardCoder``."""
         inputs = messages.view(-1).numpy(), shards.table.numpy(), place_of(out), np.float32(weight), accumulate

@@ -12,6 +12,8 @@ from torch import Tensor
 from lightning_compress.codecs.codec import Shard, Shards
 from lightning_compress.core.random import Stream
 from lightning_compress.core.source import Source
+from lightning_compress.core.told import Fold
+from lightning_compress.core.told_triton import fold_heads, fold_of, sound
 from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, read_sum, shard, write
 
 _TILE = 2048
@@ -44,12 +46,18 @@ class Floats:
         _encode_shards[(len(shards.table),)](*vectors, messages, shards.table, *constants, _TILE, **OPTIONS)
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, fold: Fold | None
     ) -> None:
         """See ``ShardCoder``."""
-        rows = 1 if skip is None else len(messages)
-        inputs = messages, messages.stride(0), shards.table, out, weight, -1 if skip is None else skip
-        _decode_shards[(len(shards.table),)](*inputs, accumulate, rows, _TILE, **OPTIONS)
+        folded, constants = fold_of(fold, messages)
+        inputs = messages, messages.stride(0), shards.table, out, weight, *folded
+        _decode_shards[(len(shards.table),)](*inputs, accumulate, *constants, _TILE, **OPTIONS)
+
+    def pass_on(self, messages: Tensor, shards: Shards, vector: Tensor, fold: Fold, sent: Shards, keep: bool) -> None:
+        """See ``PassingCoder``."""
+        folded, constants = fold_of(fold, messages)
+        inputs = messages, messages.stride(0), shards.table, sent.table, vector, *folded
+        _pass_on[(len(shards.table),)](*inputs, keep, *constants, _TILE, **OPTIONS)
 
 
 def _grid(vector: Tensor) -> tuple[int]:
@@ -95,23 +103,49 @@ def _encode_part(
 def _decode(
     messages, stride: tl.int64, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    _decode_tile(tl.program_id(0), None, messages, stride, out, weight, numel, ADD, MESSAGES, TILE)
+    index, inside = _indices(tl.program_id(0), numel, TILE)
+    total = _decoded(index, inside, None, messages, stride, out, weight, ADD, MESSAGES, TILE)
+    write(out, index, total, inside, False)
 
 
-@kernel(do_not_specialize=["skip"])
+@kernel(do_not_specialize=["rank", "marked"])
 def _decode_shards(
-    messages, stride: tl.int64, table, out, weight, skip,
-    ADD: tl.constexpr, MESSAGES: tl.constexpr, TILE: tl.constexpr,
+    messages, stride: tl.int64, table, out, weight, rank, own, flag, mask, marked,
+    ADD: tl.constexpr, MESSAGES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
+    CLEARS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile, start, numel, at = shard(table)
-    _decode_tile(tile, skip, messages + at, stride, out + start, weight, numel, ADD, MESSAGES, TILE)
+    index, inside = _indices(tile, numel, TILE)
+    total = _decoded(index, inside, rank, messages + at, stride, out + start, weight, ADD, MESSAGES, TILE)
+    if WIDTH:
+        total = sound(total, flag, own)
+        if tl.program_id(0) == 0:
+            fold_heads(messages, stride, rank, own, flag, mask, marked, MESSAGES, WIDTH, BITS, BYTES, CLEARS)
+    write(out + start, index, total, inside, False)
+
+
+@kernel(do_not_specialize=["rank", "marked"])
+def _pass_on(
+    messages, stride: tl.int64, table, sent, vector, rank, own, flag, mask, marked,
+    KEEP: tl.constexpr, MESSAGES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
+    CLEARS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile, start, numel, at = shard(table)
+    _tile, _start, _numel, to = shard(sent)
+    index, inside = _indices(tile, numel, TILE)
+    total = _decoded(index, inside, rank, messages + at, stride, vector + start, 1.0, True, MESSAGES, TILE)
+    write((own + to).to(tl.pointer_type(tl.float32)), index, sound(total, flag, own), inside, False)
+    if KEEP:
+        write(vector + start, index, tl.zeros([TILE], tl.float32), inside, False)
+    if tl.program_id(0) == 0:
+        fold_heads(messages, stride, rank, own, flag, mask, marked, MESSAGES, WIDTH, BITS, BYTES, CLEARS)
 
 
 @triton.jit
-def _decode_tile(
-    tile, skip, messages, stride, out, weight, numel, ADD: tl.constexpr, MESSAGES: tl.constexpr, TILE: tl.constexpr
+def _decoded(
+    index, inside, skip, messages, stride, out, weight, ADD: tl.constexpr, MESSAGES: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    index, inside = _indices(tile, numel, TILE)
+    """Return the weighted sum of a tile over all messages but row ``skip``, None or -1 for none."""
     total = read(out, index, inside, False) if ADD else tl.zeros([TILE], tl.float32)
     factor = (tl.zeros([TILE], tl.float32) + weight).to(tl.float64)
     for message in range(MESSAGES):
@@ -122,7 +156,7 @@ def _decode_tile(
             total = added
         else:
             total = tl.where(message == skip, total, added)
-    write(out, index, total, inside, False)
+    return total
 
 
 @triton.jit

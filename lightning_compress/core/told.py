@@ -35,6 +35,26 @@ class Told(NamedTuple):
     several: int
 
 
+class Fold(NamedTuple):
+    """What the owner of a shard has of the messages that it adds up, besides their sections.
+
+    Attributes:
+        rank: of this process, whose row of the messages is ignored.
+        own: uint8 ``[size]``, the message with the sum. Its head is this rank's, and becomes that of the sum.
+        flag: float32 scalar, 0.0 or NaN; becomes NaN if a flag or a sum is not finite.
+        mask: uint8, becomes zeros.
+        bits: the first byte of the bits in each head.
+        bytes: how many bytes of bits the own head has.
+    """
+
+    rank: int
+    own: Tensor
+    flag: Tensor
+    mask: Tensor
+    bits: int
+    bytes: int
+
+
 class Bits(NamedTuple):
     """For each gradient, where a bit says whether it is used.
 

@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.codecs.codec import ALIGNMENT
+from lightning_compress.core.told import Fold
+from lightning_compress.core.told_triton import fold_heads, fold_of, sound
 from lightning_compress.exchanges.head import LENGTHS, Head
 from lightning_compress.kernels.triton.launch import OPTIONS, kernel
 
@@ -79,26 +81,18 @@ def write_all(messages: Tensor, own_sum: Tensor, flag: Tensor, own: Tensor, rows
     _write_all[(len(messages),)](*inputs, _steps(rows.shape[1] - 1), LENGTHS, _TILE, **OPTIONS)
 
 
-def fold(
-    received: Tensor, own_sum: Tensor, flag: Tensor, mask: Tensor, rows: Tensor, rank: int, vector: Tensor,
-    tiles: Tensor,
-) -> None:  # fmt: skip
+def fold(received: Tensor, told: Fold, vector: Tensor, tiles: Tensor) -> None:
     """Add what the heads of received messages say to the head of the own sum, and find sums that are not finite.
 
     Args:
         received: uint8 ``[W, size]``; this rank's row is ignored.
-        own_sum: see ``write_all``.
-        flag: float32 scalar, 0.0 or NaN; becomes NaN if a flag or a sum is not finite.
-        mask: uint8, becomes zeros.
-        rows: ``bits_of`` each shard.
-        rank: of this process.
+        told: see ``Fold``.
         vector: float32; sums that are not finite become 0.
         tiles: int64 ``[tiles, 2]``, starts and lengths of at most ``SUMS`` elements of the own shard.
     """
-    inputs = received, received.stride(0), own_sum, flag, mask, len(mask), rows, rows.stride(0), rank
-    steps = _steps(rows.shape[1] - 1), _steps(len(mask))
-    constants = len(received), *steps, LENGTHS, _TILE, SUMS
-    _fold[(max(1, len(tiles)),)](*inputs, vector, tiles, len(tiles), *constants, **OPTIONS)
+    folded, constants = fold_of(told, received)
+    inputs = received, received.stride(0), *folded, vector, tiles, len(tiles)
+    _fold[(max(1, len(tiles)),)](*inputs, *constants, SUMS, **OPTIONS)
 
 
 def read_all(received: Tensor, flag: Tensor, masks: tuple[Tensor, Tensor], rows: Tensor) -> None:
@@ -149,44 +143,20 @@ def _write_all(
         tl.store(message + BITS + byte, tl.sum(used, axis=1).to(tl.uint8), mask=byte * 8 < count)
 
 
-@kernel(do_not_specialize=["rank", "numel", "tiles_count"])
+@kernel(do_not_specialize=["rank", "marked", "count"])
 def _fold(
-    received, stride: tl.int64, own_sum, flag, mask, numel, rows, step: tl.int64, rank, vector, tiles,
-    tiles_count, RANKS: tl.constexpr, STEPS: tl.constexpr, CLEARS: tl.constexpr, BITS: tl.constexpr,
-    TILE: tl.constexpr, SUMS: tl.constexpr,
+    received, stride: tl.int64, rank, own, flag, mask, marked, vector, tiles, count,
+    MESSAGES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, CLEARS: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    head = own_sum.to(tl.pointer_type(tl.float32))
-    if number < tiles_count:
+    if number < count:
         tile = tiles + number.to(tl.int64) * 2
         at = tl.load(tile) + tl.arange(0, SUMS)
         inside = tl.arange(0, SUMS) < tl.load(tile + 1)
-        values = tl.load(vector + at, mask=inside, other=0.0)
-        finite = tl.abs(values) < float("inf")
-        if tl.min(finite.to(tl.int32), axis=0) == 0:
-            tl.store(flag, float("nan"))
-            tl.store(head, float("nan"))
-            tl.store(vector + at, tl.where(finite, values, 0.0), mask=inside)
+        tl.store(vector + at, sound(tl.load(vector + at, mask=inside, other=0.0), flag, own), mask=inside)
     if number == 0:
-        total = tl.zeros([], tl.float32)
-        for peer in range(RANKS):
-            if peer != rank:
-                total += tl.load((received + peer * stride).to(tl.pointer_type(tl.float32))) * 0.0
-        if total != 0.0:  # True for NaN
-            tl.store(flag, total)
-            tl.store(head, total)
-        rows += rank * step
-        count = tl.load(rows)
-        for turn in range(STEPS):
-            byte = turn * TILE + tl.arange(0, TILE)
-            bits = tl.load(own_sum + BITS + byte, mask=byte * 8 < count, other=0).to(tl.int32)
-            for peer in range(RANKS):
-                if peer != rank:
-                    bits |= tl.load(received + peer * stride + BITS + byte, mask=byte * 8 < count, other=0).to(tl.int32)
-            tl.store(own_sum + BITS + byte, bits.to(tl.uint8), mask=byte * 8 < count)
-        for turn in range(CLEARS):
-            index = turn * (8 * TILE) + tl.arange(0, 8 * TILE)
-            tl.store(mask + index, tl.zeros([8 * TILE], tl.uint8), mask=index < numel)
+        fold_heads(received, stride, rank, own, flag, mask, marked, MESSAGES, WIDTH, BITS, BYTES, CLEARS)
 
 
 @kernel

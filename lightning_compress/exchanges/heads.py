@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
+from lightning_compress.core.told import Fold
 from lightning_compress.exchanges.head import LENGTHS, Head
 from lightning_compress.exchanges.message import zero_nonfinite
 
@@ -19,7 +20,7 @@ class Heads:
 
     Args:
         heads: of each shard's messages.
-        own: slices of the vector that this rank owns.
+        own: slices of the vector that this rank owns, and whose sums ``fold`` checks.
         rank: of this process.
         device: of the messages: a CPU, or what Triton compiles for.
     """
@@ -27,6 +28,7 @@ class Heads:
     def __init__(self, heads: Sequence[Head], own: Sequence[slice], rank: int, device: torch.device) -> None:
         self._rank, self._own, self._masks = rank, own, heads[0].masks
         self._fused: ModuleType | None = kernels.backend(f"{__package__}.head", device, "triton")
+        self._bytes = -(-len(heads[rank].rows) // 8)
         if self._fused:
             self._rows = self._fused.bits_of(heads, device)
             self._tiles = self._fused.tiles_of(own, device)
@@ -35,7 +37,7 @@ class Heads:
         self._index = np.array([[*head.rows, *[0] * (most - len(head.rows))] for head in heads], np.int64)
         self._there = np.arange(most) < np.array([[len(head.rows)] for head in heads])
         self._bits = slice(LENGTHS, LENGTHS - (-most // 8))
-        self._own_bits = slice(LENGTHS, LENGTHS - (-len(heads[rank].rows) // 8))
+        self._own_bits = slice(LENGTHS, LENGTHS + self._bytes)
 
     def write(self, messages: Tensor, own_sum: Tensor, flag: Tensor) -> None:
         """Write the heads of the messages to all owners, before their sections, and begin that of the own sum.
@@ -55,20 +57,22 @@ class Heads:
             messages.numpy()[:, self._bits] = bits  # zeros where a head is shorter, which its sections overwrite
             own_sum.numpy()[self._own_bits] = bits[self._rank, : self._own_bits.stop - LENGTHS]
 
-    def fold(self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor, late: bool = False) -> None:
+    def told(self, own_sum: Tensor, flag: Tensor, late: bool = False) -> Fold:
+        """Return what ``fold`` is told; ``late``: ``read`` is not called afterwards. See ``write`` and ``Fold``."""
+        return Fold(self._rank, own_sum, flag, self._masks[not late], LENGTHS, self._bytes)
+
+    def fold(self, received: Tensor, vector: Tensor, folding: Fold) -> None:
         """Finish the head of the own sum by what the heads of received messages say, and find sums out of range.
 
         Args:
             received: uint8 ``[W, size]``; this rank's row is ignored.
-            own_sum: see ``write``.
             vector: float32; sums in the own shard that are not finite become zeros.
-            flag: float32 scalar, 0.0 or NaN; becomes NaN if a flag or a sum is not finite.
-            late: ``read`` is not called afterwards.
+            folding: as ``told`` returned it.
         """
         if self._fused:
-            inputs = received, own_sum, flag, self._masks[not late], self._rows, self._rank
-            self._fused.fold(*inputs, vector, self._tiles)
+            self._fused.fold(received, folding, vector, self._tiles)
             return
+        own_sum, flag = folding.own, folding.flag
         told = _flags(received) * 0.0
         told[self._rank] = 0.0
         flag.add_(told.sum())

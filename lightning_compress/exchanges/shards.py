@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, ShardCoder,
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.random import mix
 from lightning_compress.core.source import Source
+from lightning_compress.core.told import Fold
 from lightning_compress.exchanges.message import MessagePlan, Out, encode_section, room_for
 
 
@@ -36,12 +37,13 @@ class ShardMessages:
     """Messages that lie in one piece of memory, without their heads.
 
     Args:
-        together: of each section: what encodes shards together, which ones, and whether what encoding leaves is kept.
+        together: of each section, by its number: what encodes shards together, which ones, and whether what encoding
+            leaves is kept.
         alone: all other shards, such as a last one whose last block is shorter.
         meter: records encoding and decoding time.
     """
 
-    together: Sequence[tuple[ShardCoder, Shards, bool]]
+    together: Mapping[int, tuple[ShardCoder, Shards, bool]]
     alone: Sequence[_Alone]
     meter: Meter
 
@@ -60,14 +62,15 @@ class ShardMessages:
             for number, (section, span, part, first, kept) in enumerate(plan.parts):
                 by_section.setdefault(section, []).append(_Alone(span, part, place + first, peer, number, kept))
         fused = kernels.compiler(device) == "triton"
-        together, alone = [], []
-        for shards in by_section.values():
+        together: dict[int, tuple[ShardCoder, Shards, bool]] = {}
+        alone: list[_Alone] = []
+        for section, shards in by_section.items():
             several = len(messages) > 1 or fused
             count = next(
                 (n for n in (len(shards), len(shards) - 1) if n and several and _planned(shards[:n], device)), 0
             )
             if planned := _planned(shards[:count], device):
-                together.append((*planned, shards[0].kept))
+                together[section] = *planned, shards[0].kept
             alone += shards[count:]
         return cls(together, alone, meter)
 
@@ -75,27 +78,77 @@ class ShardMessages:
         """Encode the shards of a source; see ``MessagePlan.encode``. ``key`` lacks the peer."""
         keep = keep or self.meter.sampling
         with self.meter.encode:
-            for coder, shards, fed_back in self.together:
+            for coder, shards, fed_back in self.together.values():
                 coder.encode_shards(source, vector if keep or fed_back else None, messages, shards, key)
             for each in self.alone:
                 rest, own = vector[each.span] if keep or each.kept else None, mix(each.peer, key=key)
                 encode_section(each.plan, source.part(each.span), rest, each.message(messages), own, each.number)
 
-    def decode(self, messages: Tensor, out: Out, weight: float, accumulate: bool, skip: int | None = None) -> None:
+    def without(self, sections: Collection[int]) -> ShardMessages:
+        """Return those of other sections."""
+        left = {number: each for number, each in self.together.items() if number not in sections}
+        return replace(self, together=left)
+
+    def decode(self, messages: Tensor, out: Out, weight: float, accumulate: bool, fold: Fold | None = None) -> None:
         """Decode the shards; see ``ShardCoder.decode_shards``."""
         with self.meter.decode:
-            for coder, shards, _ in self.together:
-                coder.decode_shards(messages, shards, out, weight, accumulate, skip)
+            for coder, shards, _ in self.together.values():
+                coder.decode_shards(messages, shards, out, weight, accumulate, fold)
             for each in self.alone:
                 part, plan = out[each.span], each.plan
                 vector = room_for(part, plan.in_pieces)
-                if skip is None:
+                if fold is None:
                     plan.decode(each.message(messages)[None], vector, weight, accumulate)
-                for others in () if skip is None else (messages[:skip], messages[skip + 1 :]):
+                for others in () if fold is None else (messages[: fold.rank], messages[fold.rank + 1 :]):
                     if len(others):
                         plan.decode(others[:, each.at : each.at + plan.message_size], vector, weight, accumulate)
                 if vector is not part:
                     part.copy_(vector)
+
+
+@runtime_checkable
+class PassingCoder(ShardCoder, Protocol):
+    """A kernel that encodes a sum where it adds it up."""
+
+    def pass_on(self, messages: Tensor, shards: Shards, vector: Tensor, fold: Fold, sent: Shards, keep: bool) -> None:
+        """Add what arrived for a shard to the vector there, and encode the sum.
+
+        Args:
+            messages: see ``ShardCoder.decode_shards``.
+            shards: one, in each row of ``messages``.
+            vector: float32.
+            fold: see ``ShardCoder.decode_shards``.
+            sent: the same shard, in the sum's message ``fold.own``.
+            keep: leave in the vector what was not encoded.
+        """
+
+
+class Passed:
+    """Adds up and encodes by one call for each section what a shard's owner passes on.
+
+    Args:
+        added: what arrives for the own shard.
+        sums: the sum that is sent on.
+    """
+
+    def __init__(self, added: ShardMessages, sums: ShardMessages) -> None:
+        self._meter = added.meter
+        self._calls: dict[int, tuple[PassingCoder, Shards, Shards, bool]] = {}
+        for number, (coder, shards, _) in added.together.items():
+            coder_of_sums, sent, kept = sums.together.get(number, (None, shards, False))
+            if isinstance(coder, PassingCoder) and type(coder_of_sums) is type(coder):
+                self._calls[number] = coder, shards, sent, kept
+
+    @property
+    def sections(self) -> Collection[int]:
+        """The numbers of the sections of which this is possible."""
+        return self._calls.keys()
+
+    def run(self, received: Tensor, vector: Tensor, fold: Fold) -> None:
+        """Add and encode; see ``PassingCoder``."""
+        with self._meter.decode:
+            for coder, shards, sent, kept in self._calls.values():
+                coder.pass_on(received, shards, vector, fold, sent, kept or self._meter.sampling)
 
 
 def _planned(shards: Sequence[_Alone], device: torch.device) -> tuple[ShardCoder, Shards] | None:

@@ -40,7 +40,7 @@ from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
 from lightning_compress.exchanges.parts import part_count, parts_of
 from lightning_compress.exchanges.remote_error import DeferredError
-from lightning_compress.exchanges.shards import ShardMessages
+from lightning_compress.exchanges.shards import Passed, ShardMessages
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class _Part:
     @cached_property
     def _together(self) -> _Together | None:
         """What handles all shards at once; made in the first step, because many plans are only priced."""
-        return _Together.of(self._shards, self._sums, self.own.spans, self._world)
+        return _Together.of(self._shards, self._sums, self._step is not None, self._world)
 
     @property
     def at_once(self) -> bool:
@@ -302,35 +302,37 @@ class _Together:
     Args:
         shards: plans of each shard's message.
         sums: plans of each shard's sum.
-        own: slices of the vector that this rank owns.
+        changed: the sum is changed before it is encoded.
         world: the ranks.
     """
 
-    def __init__(
-        self, shards: Sequence[MessagePlan], sums: Sequence[MessagePlan], own: Sequence[slice], world: World
-    ) -> None:
+    def __init__(self, shards: Sequence[MessagePlan], sums: Sequence[MessagePlan], changed: bool, world: World) -> None:
         (rank, size), device, meter = (world.collective.rank, world.collective.size), world.device, world.meter
-        self._rank, self._own = rank, own
-        self._heads = Heads([plan.head for plan in shards], own, rank, device)
+        self._rank = rank
         width, sum_width = (max(plan.size for plan in plans) for plans in (shards, sums))
         others = [(peer, plan, peer * width) for peer, plan in enumerate(shards) if peer != rank]
         everyones = [(peer, plan, peer * sum_width) for peer, plan in enumerate(sums)]
         self._to_owners = ShardMessages.of(others, device, meter)
-        self._added = ShardMessages.of([(rank, shards[rank], 0)], device, meter)
-        self._own_sum = ShardMessages.of([(size, sums[rank], 0)], device, meter)
+        added = ShardMessages.of([(rank, shards[rank], 0)], device, meter)
+        own_sum = ShardMessages.of([(size, sums[rank], 0)], device, meter)
+        self._passed = None if changed else Passed(added, own_sum)
+        passed = self._passed.sections if self._passed else ()
+        self._added, self._own_sum = added.without(passed), own_sum.without(passed)
+        self._heads = Heads([plan.head for plan in shards], [each.span for each in added.alone], rank, device)
+        self._folds = bool(added.alone) or not added.together
         self._sums = ShardMessages.of(everyones, device, meter)
         # the head of a row's last owner, as of every other, has what any rank said of all of the row
         self._bits = bits_of([(plan.head, peer * sum_width) for peer, plan in enumerate(sums)])
 
     @classmethod
     def of(
-        cls, shards: Sequence[MessagePlan], sums: Sequence[MessagePlan], own: Sequence[slice], world: World
+        cls, shards: Sequence[MessagePlan], sums: Sequence[MessagePlan], changed: bool, world: World
     ) -> _Together | None:
         """Return None if lengths vary, if ranks draw alike, or if a GPU has no kernels."""
         plans = [*shards, *sums]
         apart = any(plan.variable for plan in plans) or _draws_alike(plans)
         ready = world.device.type == "cpu" or kernels.compiler(world.device) == "triton"
-        return cls(shards, sums, own, world) if ready and not apart else None
+        return cls(shards, sums, changed, world) if ready and not apart else None
 
     def open(self, messages: Tensor, own_sum: Tensor, flag: Tensor) -> None:
         """Write the heads of all messages."""
@@ -343,10 +345,14 @@ class _Together:
     def add(
         self, received: Tensor, own_sum: Tensor, vector: Tensor, flag: Tensor, error: DeferredError, late: bool
     ) -> None:
-        """Add what arrived to the own shard."""
+        """Add what arrived to the own shard, and begin its sum's message: what kernels add, they also check."""
+        fold = self._heads.told(own_sum, flag, late)
         with error.deferred():
-            self._added.decode(received, vector, 1.0, accumulate=True, skip=self._rank)
-        self._heads.fold(received, own_sum, vector, flag, late)
+            self._added.decode(received, vector, 1.0, True, fold)
+        if self._passed:
+            self._passed.run(received, vector, fold)
+        if self._folds:
+            self._heads.fold(received, vector, fold)
         if error:
             error.mark(flag)
             self._heads.report(own_sum, flag)

@@ -43,6 +43,12 @@ def spoilt(rank, step, parts):
         parts[0][7, 7] = torch.nan
 
 
+def beyond(rank, step, parts):
+    """Sums are too large for float32: in the first step of a matrix, in the second of a vector."""
+    if step < 2:
+        parts[step][-1:] = 3e38
+
+
 def program(collective, device, settings, happens, twice, unused, scale=None):
     """What three steps make of gradients, and what is kept then."""
     meter = Meter(device)
@@ -141,6 +147,16 @@ def test_shards_are_encoded_and_decoded_by_one_launch(method, feedback, happens,
     settings = settings.bound(rows_of)
     _same(by, device, lambda world, where: program(world, where, settings, happening, False, False), ranks)
     assert len(launched) == 2 * 2 * 3 * ranks  # own values and sums, in three steps, here and on a CPU
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("method", ["qsgd", "rotated", "onebit"])
+def test_sums_that_overflow(method, device, by, monkeypatch):
+    """Whoever adds up what arrived finds it, and tells all ranks."""
+    monkeypatch.setitem(globals(), "PARAMETERS", LONG)
+    given = {"error_feedback": "loco"} if method == "onebit" else {}
+    settings = RunState.of(method, "two_shot", **given)
+    _same(by, device, lambda ranks, where: program(ranks, where, settings, beyond, False, False))
 
 
 def _same(by, device, run, ranks=3):

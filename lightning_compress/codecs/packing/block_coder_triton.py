@@ -20,6 +20,8 @@ from lightning_compress.codecs.packing.planes import code_bytes
 from lightning_compress.codecs.packing.planes_triton import later_planes, read_codes, write_codes
 from lightning_compress.core.random import Stream, word_state
 from lightning_compress.core.source import Source
+from lightning_compress.core.told import Fold
+from lightning_compress.core.told_triton import fold_heads, fold_of, sound
 from lightning_compress.kernels.triton.launch import (
     OPTIONS,
     clear,
@@ -119,14 +121,13 @@ class BlockCoder:
         _encode_shards[grid](*inputs, *shape, self.head, *constants, shards.aligned, **options)
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, fold: Fold | None
     ) -> None:
         """See ``ShardCoder``."""
         _, _, shape, options = self._launch(self.block)
-        rows = 1 if skip is None else len(messages)
-        inputs = messages, messages.stride(0), shards.table, out, weight, -1 if skip is None else skip
-        constants = self.decode_tile, *shape, self.head, accumulate, rows, shards.aligned
-        _decode_shards[(len(shards.table),)](*inputs, *constants, **options)
+        folded, constants = fold_of(fold, messages)
+        inputs = messages, messages.stride(0), shards.table, out, weight, *folded, self.decode_tile, *shape
+        _decode_shards[(len(shards.table),)](*inputs, self.head, accumulate, *constants, shards.aligned, **options)
 
     def _launch(self, numel: int) -> tuple[tuple[int], int, tuple[Any, ...], dict[str, Any]]:
         """Return the grid, the number of blocks, the constants of a tile, and launch options."""
@@ -197,11 +198,12 @@ def _encode_shards(
         clear(message + used, size - used)
 
 
-@kernel(do_not_specialize=["skip"])
+@kernel(do_not_specialize=["rank", "marked"])
 def _decode_shards(
-    messages, stride: tl.int64, table, out, weight, skip,
+    messages, stride: tl.int64, table, out, weight, rank, own, flag, mask, marked,
     DECODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
+    WIDTH_OF: tl.constexpr, HEAD_BITS: tl.constexpr, HEAD_BYTES: tl.constexpr, CLEARS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     number, start, numel, count, at, body, _used, _size = _shard(table)
@@ -211,11 +213,20 @@ def _decode_shards(
     middle, last = tl.load(row + 8), tl.load(row + 9)
     message = messages + at
     header = message.to(tl.pointer_type(tl.float32))
-    inputs = number, skip, header, stride // 4, message + body, stride, middle, last, out + start, weight, numel, count
+    body_of, step, target = message + body, stride // 4, out + start
+    inputs = number, rank, header, step, body_of, stride, middle, last, target, weight, numel, count, flag, own
     if BLOCK == WIDTH and (number + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
-        _decode_tile(*inputs, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD // 4, ADD, MESSAGES, True)
+        _decode_tile(
+            *inputs, WIDTH_OF > 0, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD // 4, ADD, MESSAGES, True
+        )
     else:
-        _decode_tile(*inputs, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD // 4, ADD, MESSAGES, False)
+        _decode_tile(
+            *inputs, WIDTH_OF > 0, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD // 4, ADD, MESSAGES, False
+        )
+    if WIDTH_OF:  # noqa: SIM102  # known when the kernel is compiled
+        if tl.program_id(0) == 0:
+            told = rank, own, flag, mask, marked
+            fold_heads(messages, stride, *told, MESSAGES, WIDTH_OF, HEAD_BITS, HEAD_BYTES, CLEARS)
 
 
 @triton.jit
@@ -244,16 +255,16 @@ def _decode(
     DECODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
 ):  # fmt: skip
-    inputs = tl.program_id(0), None, header, step, body, stride, middle, last, out, weight, numel, count
+    inputs = tl.program_id(0), None, header, step, body, stride, middle, last, out, weight, numel, count, None, None
     if BLOCK == WIDTH and (tl.program_id(0) + 1).to(tl.int64) * (ROWS * BLOCK) <= numel:
-        _decode_tile(*inputs, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, True)
+        _decode_tile(*inputs, False, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, True)
     else:
-        _decode_tile(*inputs, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, False)
+        _decode_tile(*inputs, False, DECODE, BLOCK, WIDTH, ROWS, BITS, VALUES, SETTING, HEAD, ADD, MESSAGES, False)
 
 
 @triton.jit
 def _decode_tile(
-    tile, skip, header, step, body, stride, middle, last, out, weight, numel, count,
+    tile, skip, header, step, body, stride, middle, last, out, weight, numel, count, flag, own, FOLD: tl.constexpr,
     DECODE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     VALUES: tl.constexpr, SETTING: tl.constexpr, HEAD: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -267,11 +278,13 @@ def _decode_tile(
         other = one
         if VALUES == 2:
             other = tl.load(row + HEAD + count + number, mask=number < count, other=0.0)
-        own = body + message * stride
-        codes = read_codes(own, middle, last, number * BLOCK, numel, BLOCK, WIDTH, BITS, WHOLE)
+        packed = body + message * stride
+        codes = read_codes(packed, middle, last, number * BLOCK, numel, BLOCK, WIDTH, BITS, WHOLE)
         decoded = DECODE(one, other, codes, weight, row, BITS, SETTING)
         if skip is None:
             total += decoded
         else:
             total = tl.where(message == skip, total, total + decoded)
+    if FOLD:
+        total = sound(total, flag, own)
     write(out, index, total, inside, WHOLE)

@@ -18,6 +18,7 @@ from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream, word_state
 from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
+from lightning_compress.core.told import Fold
 from lightning_compress.core.workspace import pieces, scratch
 
 FINEST, LARGEST = 2.0**-111, torch.finfo(torch.float32).max
@@ -265,7 +266,7 @@ class LevelPlan(SourcePlan):
         source.feed(self._fast.encode_shards, *inputs, self._quantiser.top, self._largest, left)
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, fold: Fold | None
     ) -> None:
         """See ``ShardCoder``."""
         assert self._fast

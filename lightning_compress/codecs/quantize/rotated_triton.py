@@ -16,6 +16,8 @@ from lightning_compress.codecs.packing.planes_triton import later_planes, read_c
 from lightning_compress.codecs.quantize.levels_triton import fit, levels_of, round_levels, step_of
 from lightning_compress.core.random import Stream, word_state
 from lightning_compress.core.source import Source
+from lightning_compress.core.told import Fold
+from lightning_compress.core.told_triton import fold_heads, fold_of, sound
 from lightning_compress.core.workspace import scratch
 from lightning_compress.kernels.triton.launch import (
     OPTIONS,
@@ -131,15 +133,14 @@ class Rotation:
         _encode_shards[(len(shards.table),)](*inputs, *constants, **OPTIONS | {"num_warps": 8})  # fewer would spill
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor, weight: float, accumulate: bool, fold: Fold | None
     ) -> None:
         """See ``ShardCoder``."""
-        halves = [messages[:1]] if skip is None else [messages[:skip], messages[skip + 1 :]]  # added up as on a CPU
-        for half in halves:
-            if len(half):
-                inputs = half, messages.stride(0), shards.table, out, self.signs, self._rests(shards), weight
-                constants = _columns(len(self.signs)), len(self.signs), self.bits, accumulate, len(half)
-                _decode_shards[(len(shards.table),)](*inputs, *constants, shards.aligned, **OPTIONS)
+        folded, numbers = fold_of(fold, messages)
+        inputs = messages, messages.stride(0), shards.table, out, self.signs, self._rests(shards), weight, *folded
+        constants = _columns(len(self.signs)), len(self.signs), self.bits, accumulate, *numbers, shards.aligned
+        options = OPTIONS | {"num_warps": 8 if fold else 4}  # fewer would spill
+        _decode_shards[(len(shards.table),)](*inputs, *constants, **options)
 
     def _rests(self, shards: Shards) -> Tensor:
         """Return scratch for the last run of each shard."""
@@ -245,15 +246,15 @@ def _decode(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     run, column = _tile(begin, COLUMNS)
-    inputs = header, step, body, stride, middle, last, out, signs, rest, weight, numel, count
-    _decode_run(run, column, *inputs, COLUMNS, BLOCK, BITS, ADD, MESSAGES, WHOLE)
+    inputs = header, step, body, stride, middle, last, out, signs, rest, weight, numel, count, None, None, None
+    _decode_run(run, column, *inputs, False, COLUMNS, BLOCK, BITS, ADD, MESSAGES, WHOLE)
 
 
-@kernel
+@kernel(do_not_specialize=["rank", "marked"])
 def _decode_shards(
-    messages, stride: tl.int64, table, out, signs, rests, weight,
+    messages, stride: tl.int64, table, out, signs, rests, weight, rank, own, flag, mask, marked,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD_BITS: tl.constexpr, HEAD_BYTES: tl.constexpr, CLEARS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     run, column, whole, slot, start, numel, count, at, body = _shard(table)
     row = table + tl.program_id(0).to(tl.int64) * _FIELDS
@@ -261,16 +262,20 @@ def _decode_shards(
         start = start // 4 * 4
     header, rest = (messages + at).to(tl.pointer_type(tl.float32)), rests + slot * (_RUN * BLOCK)
     places = header, stride // 4, messages + at + body, stride, tl.load(row + 9), tl.load(row + 10), out + start
-    inputs = signs, rest, weight, numel, count
+    inputs = signs, rest, weight, numel, count, rank, flag, own
     if whole != 0:
-        _decode_run(run, column, *places, *inputs, COLUMNS, BLOCK, BITS, ADD, MESSAGES, True)
+        _decode_run(run, column, *places, *inputs, WIDTH > 0, COLUMNS, BLOCK, BITS, ADD, MESSAGES, True)
     else:
-        _decode_run(run, column, *places, *inputs, _RUN, BLOCK, BITS, ADD, MESSAGES, False)
+        _decode_run(run, column, *places, *inputs, WIDTH > 0, _RUN, BLOCK, BITS, ADD, MESSAGES, False)
+    if WIDTH:  # noqa: SIM102  # known when the kernel is compiled
+        if tl.program_id(0) == 0:
+            fold_heads(messages, stride, rank, own, flag, mask, marked, MESSAGES, WIDTH, HEAD_BITS, HEAD_BYTES, CLEARS)
 
 
 @triton.jit
 def _decode_run(
     run, first_column, header, step, body, stride, middle, last, out, signs, rest, weight, numel, count,
+    rank, flag, own, FOLD: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, ADD: tl.constexpr, MESSAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -279,18 +284,46 @@ def _decode_run(
     block = block[None, :]
     if not WHOLE:
         block = run * _RUN + _index(BLOCK) % columns
-    total = tl.zeros([BLOCK, COLUMNS], tl.float32)
+    inputs = block, rows, header, step, body, stride, middle, last, weight, count
+    total, later = tl.zeros([BLOCK, COLUMNS], tl.float32), tl.zeros([BLOCK, COLUMNS], tl.float32)
     for message in range(MESSAGES):
-        norm = tl.load(header + message * step + block, mask=block < count, other=0.0)
-        scale = step_of(norm, 2 ** (BITS - 1) - 0.5) * weight
-        own = body + message * stride
-        codes = read_codes(own, middle, last, rows, count.to(tl.int64) * BLOCK, COLUMNS, COLUMNS, BITS, WHOLE)
-        total += (levels_of(codes, BITS) + 0.5) * scale
-    sums = transform(_to_matrix(total, columns, rest, WHOLE)) * tl.load(signs + row)[:, None]
-    sums = _from_matrix(sums, columns, rest, WHOLE)
+        decoded = _coefficients(message, *inputs, COLUMNS, BITS, WHOLE)
+        if FOLD:
+            later = tl.where(message > rank, later + decoded, later)
+            total = tl.where(message < rank, total + decoded, total)
+        else:
+            total += decoded
+    sums = _unrotated(total, columns, signs, row, rest, WHOLE)
     if ADD:
-        sums += read(out, index, index < numel, WHOLE)
+        before = read(out, index, index < numel, WHOLE)
+        sums += before
+        if FOLD:  # the messages before the own one are added on their own, as on a CPU
+            if rank == 0:
+                sums = before
+            if rank < MESSAGES - 1:
+                sums += _unrotated(later, columns, signs, row, rest, WHOLE)
+            sums = sound(sums, flag, own)
     write(out, index, sums, index < numel, WHOLE)
+
+
+@triton.jit
+def _coefficients(
+    message, block, rows, header, step, body, stride, middle, last, weight, count,
+    COLUMNS: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return a message's coefficients of a run, times ``weight``."""
+    norm = tl.load(header + message * step + block, mask=block < count, other=0.0)
+    scale = step_of(norm, 2 ** (BITS - 1) - 0.5) * weight
+    numel = count.to(tl.int64) * rows.shape[0]
+    codes = read_codes(body + message * stride, middle, last, rows, numel, COLUMNS, COLUMNS, BITS, WHOLE)
+    return (levels_of(codes, BITS) + 0.5) * scale
+
+
+@triton.jit
+def _unrotated(total, columns, signs, row, rest, WHOLE: tl.constexpr):
+    """Return the elements of blocks from their coefficients."""
+    sums = transform(_to_matrix(total, columns, rest, WHOLE)) * tl.load(signs + row)[:, None]
+    return _from_matrix(sums, columns, rest, WHOLE)
 
 
 @triton.jit

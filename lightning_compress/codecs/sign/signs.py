@@ -14,6 +14,7 @@ from lightning_compress.codecs.codec import KernelPlan, Plan, Shard, Shards, Sou
 from lightning_compress.codecs.packing.bits import block_shape, pack, packed_size, unpack
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
+from lightning_compress.core.told import Fold
 from lightning_compress.core.workspace import chunk_size, pieces, scratch
 
 WORD = 32
@@ -141,7 +142,7 @@ class SignPlan(SourcePlan):
         source.feed(self._fast.encode_shards, *inputs, NOTHING if rest is None else rest.numpy())
 
     def decode_shards(
-        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None
+        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, fold: Fold | None
     ) -> None:
         """See ``ShardCoder``."""
         inputs = messages.view(-1).numpy(), shards.table.numpy(), place_of(out), np.float32(weight), accumulate
