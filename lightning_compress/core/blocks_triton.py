@@ -28,7 +28,7 @@ def blend(
     """See ``blocks.py``."""
     memory, count = (bits.memory, len(bits.memory)) if bits else (old[None], 0)
     rows = table(segments, _TILE, values.device)
-    places = _bits(segments, bits.places, values.device) if bits else rows
+    places = _bits(segments, bits.kept, bits.places, values.device) if bits else rows
     if len(rows) and {RESET, AVERAGE} & set(segments.treated):
         constants = count, width_of(count), _TILE // BLOCK
         _blend[(len(rows),)](
@@ -39,10 +39,11 @@ def blend(
 
 
 @lru_cache(maxsize=4096)
-def _bits(segments: Segments, bits: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the bit of each row of the segments' table, int64 ``[rows]``."""
-    sizes = zip(bits, segments.sizes, strict=True)
-    return torch.tensor([bit for bit, size in sizes for _ in range(0, size, _TILE)], dtype=torch.int64).to(device)
+def _bits(segments: Segments, kept: tuple[int, ...], bits: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return both bits of each row of the segments' table, int64 ``[rows, 2]``."""
+    sizes = zip(kept, bits, segments.sizes, strict=True)
+    rows = [both for *both, size in sizes for _ in range(0, size, _TILE)]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(device)
 
 
 @triton.jit
@@ -71,16 +72,16 @@ def _blend(
     block = tl.arange(0, BLOCKS)
     at = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside, within = at < count, block * _BLOCK < count
+    sent = inside
+    if COUNT:  # known when the kernel is compiled
+        bits = places + tl.program_id(0) * 2
+        treated = tl.where(is_used(used, step, tl.load(bits), COUNT, WIDTH), treated, _KEEP)
+        sent = inside & is_used(used, step, tl.load(bits + 1), COUNT, WIDTH)
     if code >= 0:
         if treated == _KEEP:
             tl.store(new + code + at, tl.load(old + code + at, mask=inside), mask=inside)
             tl.store(new + scale + block, tl.load(old + scale + block, mask=within), mask=within)
         else:
-            sent = inside
-            if COUNT:  # known when the kernel is compiled
-                bit = tl.load(places + tl.program_id(0))
-                if bit >= 0:
-                    sent = inside & is_used(used, step, bit, COUNT, WIDTH)
             blended = tl.load(values + start + at, mask=sent, other=0.0) * share
             if treated == _AVERAGE:
                 blended += decoded(old, code, scale, at, inside) * kept

@@ -14,11 +14,17 @@ class Rows(NamedTuple):
         firsts: of each gradient, the index of its first row in ``used``.
         counts: of each gradient, how many rows of one length it has; 0 if it is used.
         used: uint8, 0 for unused rows.
+        kept: of each gradient, the row that says whether any rank has it, or -1; if none has, states stay as they were.
+        rest: float32 ``[numel]``, a state that becomes zeros in unused rows, or None.
+        before: float32 ``[numel]``, what ``rest`` was.
     """
 
     firsts: tuple[int, ...]
     counts: tuple[int, ...]
     used: Tensor
+    kept: tuple[int, ...]
+    rest: Tensor | None = None
+    before: Tensor | None = None
 
 
 class Told(NamedTuple):
@@ -61,18 +67,22 @@ class Bits(NamedTuple):
     Attributes:
         memory: uint8 ``[n, size]``, in each of which a gradient's bit is at the same place; one that is set is enough.
         places: of each gradient, its bit, counted from the first byte on; -1 if it is used.
+        kept: of each gradient, the bit that says whether any rank has it, or -1; see ``Rows``.
     """
 
     memory: Tensor
     places: tuple[int, ...]
+    kept: tuple[int, ...]
 
     @classmethod
     def of(cls, rows: Rows, told: Told | None) -> Bits:
         """Return those of gradients that are one row each."""
         firsts = list(zip(rows.firsts, rows.counts, strict=True))
         if told is None:
-            return cls(rows.used[None], tuple(8 * first if count else -1 for first, count in firsts))
-        return cls(told.messages[: told.several], tuple(told.bits[first] if count else -1 for first, count in firsts))
+            return cls(rows.used[None], tuple(8 * first if count else -1 for first, count in firsts), rows.kept)
+        places = tuple(told.bits[first] if count else -1 for first, count in firsts)
+        kept = tuple(told.bits[row] if row >= 0 else -1 for row in rows.kept)
+        return cls(told.messages[: told.several], places, kept)
 
 
 class Opening(NamedTuple):

@@ -23,10 +23,10 @@ def flag_of(messages, step, COUNT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def is_used(messages, step, bit, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return whether a bit is set in one of ``COUNT`` messages."""
+    """Return whether a bit is set in one of ``COUNT`` messages; true for bit -1."""
     number = tl.arange(0, WIDTH)
-    found = tl.load(messages + number * step + bit // 8, mask=number < COUNT, other=0).to(tl.int32)
-    return tl.max((found >> (bit % 8).to(tl.int32)) & 1, axis=0) != 0
+    found = tl.load(messages + number * step + bit // 8, mask=(number < COUNT) & (bit >= 0), other=0).to(tl.int32)
+    return (bit < 0) | (tl.max((found >> (bit % 8).to(tl.int32)) & 1, axis=0) != 0)
 
 
 def fold_of(fold: Fold | None, messages: Tensor) -> tuple[tuple[int | Tensor, ...], tuple[int, ...]]:

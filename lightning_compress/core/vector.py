@@ -62,7 +62,8 @@ class Vector:
         rows: rows of the means that are zeroed while they are written to the gradients, or None.
         opening: heads that are written while the gradients are copied, because they stay as they are; or None.
         factor: ``scale``, if no stage divides by it and multiplies the means, but those who copy them; or None.
-        marks: of each piece, its row of the mask of ``opening``, or -1.
+        marks: of each piece, its rows of the mask of ``opening``, or -1: of the gradient, and of what is sent.
+        looked: what is added to the gradients and decides with them what is used, or None.
         told: messages whose heads are read then, too, for the flag and in place of ``rows.used``; or None.
     """
 
@@ -86,7 +87,8 @@ class Vector:
     rows: Rows | None = None
     told: Told | None = None
     opening: Opening | None = None
-    marks: tuple[int, ...] = ()
+    marks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    looked: Tensor | None = None
     factor: Tensor | None = None
     rest: Tensor = field(init=False)
 
@@ -202,7 +204,7 @@ class Vector:
         together, segments = self.bucket, Segments(self.starts, self.sizes, coded, treated)
         if self.fused and together:
             segments = segments._replace(sources=together.places)
-            heads = self.opening, self.marks, self.factor
+            heads = self.opening, self.marks, self.factor, self.looked
             self.fused.gather(together.first, segments, codes, out, self.limit, self.flag, *heads)
             return
         self.flag = clean(torch.cat(self.pieces, out=out), self.limit, self.flag)

@@ -101,8 +101,11 @@ class Group:
         # changes what is sent, the heads are written where it is copied
         self._tells = self._kernels[1] is not None and (self._looking is None or self._looking.late)
         looking, count = self._looking, len(self._segments)
-        self._rows = looking.rows_of(count) if isinstance(looking, FusedUnused) else (-1,) * count
-        self._opens = self._tells and all(isinstance(each, LoCoPlan | Unused) for each in self._stages)
+        self._rows = looking.rows_of(count) if isinstance(looking, FusedUnused) else ((-1,) * count,) * 2
+        self._opens = self._tells and all(
+            isinstance(each, LoCoPlan | Unused | KeptStates) or (isinstance(each, ErrorFeedback) and each.plain)
+            for each in self._stages
+        )
         known = ours(settings.exchange, *(each.method for each in self._sections))
         self._programs = Programs(self._stages, self.states.values(), world, known)
         self._dense: ExchangePlan | None = None
@@ -130,7 +133,11 @@ class Group:
         settings, world, residual = self.settings, self._world, self.residual
         stages: list[Stage] = []
         embeddings = settings.rules.of_kind("embedding")
-        given = self.states, world, unused, set(self.states) <= {LOCO}
+        ways = {each.span.start: settings.compensation(each.method) for each in self._sections}
+        noise = [each.span for each in self._sections if ways[each.span.start] == "none"]
+        changes = residual is not None and (bool(noise) or settings.residual.dtype != torch.float32)
+        late = set(self.states) <= {LOCO, RESIDUAL} and not changes and not settings.correction
+        given = self.states, world, unused, late
         looking = plan_unused(self._sections, self._segments, embeddings, *given)
         self._looking, self._marks = looking, looking.marks if looking else None
         self._keeps = looking is not None and bool(looking.kept)
@@ -141,9 +148,7 @@ class Group:
         self._unscales = bool(self.states) or settings.options.local_clip_norm is not None or not means
         if clipping := settings.options.local_clip_norm:
             stages.append(Clip(clipping, world.collective.size))
-        ways = {each.span.start: settings.compensation(each.method) for each in self._sections}
-        noise = [each.span for each in self._sections if ways[each.span.start] == "none"]
-        if residual and (noise or settings.residual.dtype != torch.float32):
+        if residual and changes:
             stages.append(KeptErrors(residual, noise, world.collective.rank))
         self._corrects = False
         if settings.correction:
@@ -277,8 +282,10 @@ class Group:
         vector = Vector(
             pieces, step, scale, draws, left_out, limit, dense, plan.in_place is not None, plan.marked, *self._kernels
         )
-        if self._opens and vector.bucket:
+        changed = (self._keeps and left_out) or (self.residual and self.residual.touched)  # and not as the heads tell
+        if self._opens and vector.bucket and not changed:
             vector.opening, vector.marks, vector.factor = plan.opening, self._rows, scale
+            vector.looked = self.residual and self.residual.committed
         return vector
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:
@@ -318,7 +325,8 @@ class Group:
         """Average the vector over the ranks; what was not sent stays in it."""
         meter, rest, source = self._world.meter, vector.rest, vector.source
         assert source
-        plan.tells, plan.opened = self._tells and vector.bucket is not None, vector.opening is not None
+        plan.opened = vector.opening is not None
+        plan.tells = self._tells and vector.bucket is not None and (plan.opened or not self._keeps)
         if not meter.sampling:
             plan.mean(rest, vector.out(), mix(*vector.draws), vector.flag, source)
             vector.told = plan.told

@@ -19,11 +19,15 @@ class ErrorFeedback(Stage):
     Args:
         residual: the state that holds it.
         decay: factor of the old residual, once per step.
+
+    Attributes:
+        plain: in a step's first pass, whoever encodes adds the residual as it is.
     """
 
     def __init__(self, residual: State, decay: float) -> None:
         self._residual, self._decay = residual, decay
         self._halved = residual.committed.dtype != torch.float32
+        self.plain = decay == 1 and not self._halved
 
     def phase(self, step: int) -> tuple[()]:
         """See ``Stage``."""

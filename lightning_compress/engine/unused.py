@@ -237,7 +237,7 @@ class FusedUnused(Unused):
         self._tables = {id(blocks): self._table(blocks) for blocks in (self.kept, self._mixed)}
         self._places: dict[int, Tensor] = {}
         # rows of embeddings would be looked up in all messages, element by element
-        self.late = late and not kept and all(block.rows == 1 for block in mixed)
+        self.late = late and all(block.rows == 1 for block in mixed)
 
     def phase(self, step: int) -> tuple[()]:
         """See ``Stage``."""
@@ -252,21 +252,35 @@ class FusedUnused(Unused):
         ]
         return self._kernel.table(rows, self._device)  # type: ignore[no-any-return]
 
+    def _later(self, vector: Vector) -> bool:
+        """Whether whoever writes the means does the rest, in this pass.
+
+        What has no gradient on this rank was then found where the gradients were copied.
+        """
+        return self.late and (vector.opening is not None or not self.kept)
+
     def _rows(self, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return for each piece the index of its first row among the mixed blocks' rows, and how many it has."""
-        rows, first = [(0, 0)] * pieces, 0
+        """Return for each piece the index of its first row in the mask, if its block is mixed, and how many it has."""
+        rows, first = [(0, 0)] * pieces, self._kept_rows
         for block in self._mixed:
             rows[block.number] = first, block.rows
             first += block.rows
         firsts, counts = zip(*rows, strict=True)
         return firsts, counts
 
-    def rows_of(self, pieces: int) -> tuple[int, ...]:
-        """Return the row of each piece in the mask, or -1, if none has several."""
-        return tuple(first if count else -1 for first, count in zip(*self._rows(pieces), strict=True))
+    def rows_of(self, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the rows of each piece in the mask, or -1, if none has several: if it is kept, and if it is mixed."""
+        mixed = tuple(first if count else -1 for first, count in zip(*self._rows(pieces), strict=True))
+        return self._kept(pieces), mixed
+
+    def _kept(self, pieces: int) -> tuple[int, ...]:
+        """Return the row of each piece that may keep its states; -1 for none."""
+        return tuple(range(pieces)) if self.kept else (-1,) * pieces
 
     def remember(self, vector: Vector) -> None:
         """Remember the states, and check the gradients: a correction would change the vector that the kernel reads."""
+        if self._later(vector):
+            return
         super().remember(vector)
         if self.kept:
             self._find_in(self.kept, self._masks(self._found(vector))[0], (vector.whole(),), vector)
@@ -292,9 +306,13 @@ class FusedUnused(Unused):
             super()._clear(blocks, mask, vector, mixed)
             return
         table = self._tables[id(blocks)]
-        if mixed and (self.late or not self._states) and vector.fused and vector.bucket:
+        if (self._later(vector) or not self._states) and vector.fused and vector.bucket:
             # whoever writes the means zeroes these, and LoCo takes what was not sent of them for zeros
-            vector.rows = Rows(*self._rows(len(vector.pieces)), mask)
+            if mixed:
+                pieces = len(vector.pieces)
+                rests = ((each.pending, each.committed) for each in self._states if each.pending is vector.rest)
+                rows, used = self._rows(pieces), self.marks.any_rank
+                vector.rows = Rows(*rows, used, self._kept(pieces), *next(rests, (None, None)))
             return
         targets = (vector.mean, vector.rest) if mixed and self._states else (vector.mean,)
         self._kernel.zero_unused(table, mask, *targets)
