@@ -134,7 +134,8 @@ class Group:
         stages: list[Stage] = []
         embeddings = settings.rules.of_kind("embedding")
         ways = {each.span.start: settings.compensation(each.method) for each in self._sections}
-        noise = [each.span for each in self._sections if ways[each.span.start] == "none"]
+        coded = [each.span for each in self._sections if not isinstance(each.method, Dense)]  # others leave zeros
+        noise = [span for span in coded if ways[span.start] == "none"]
         changes = residual is not None and (bool(noise) or settings.residual.dtype != torch.float32)
         late = set(self.states) <= {LOCO, RESIDUAL} and not changes and not settings.correction
         given = self.states, world, unused, late
@@ -168,7 +169,11 @@ class Group:
 
     def _plan_exchange(self) -> ExchangePlan:
         fed = [replace(self.settings.fed(each), marks=self._marks) for each in self._sections]
-        fed = [replace(each, fed_back=True) for each in fed] if self._corrects else fed
+        exact = self.residual is not None  # which gets zeros for what is sent as it is
+        fed = [
+            replace(each, fed_back=True) if self._corrects or (exact and isinstance(each.method, Dense)) else each
+            for each in fed
+        ]
         return composite.plan_group(fed, self.settings.exchange, self._world, self.states)
 
     def plan(self, step: int) -> ExchangePlan:

@@ -167,7 +167,7 @@ class InPlace:
             self._tiles[places] = fused.table(stretches, message.device)
         tiles = self._tiles[places]
         if self._arrived is None:
-            self._arrived = torch.zeros(1, dtype=torch.int64, device=message.device)
+            self._arrived = torch.zeros(1, dtype=torch.int32, device=message.device)
         with self._meter.encode:
             fused.encode(first, tiles, message, self._limit, flag, self._arrived)
         if self._meter.sampling:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_compress.codecs.cast_triton import floats, halved
+from lightning_compress.core.told_triton import arrive
 from lightning_compress.kernels.triton.launch import OPTIONS, kernel, read, write
 
 _TILE = 2048
@@ -44,8 +45,8 @@ def encode(
         tiles: see ``table``.
         message: float16, bfloat16 or float32.
         limit: larger magnitudes saturate.
-        flag: float32 scalar, 0.0 or NaN; NaN if an element is not finite, too.
-        arrived: int64 ``[1]``, 0 before and after.
+        flag: float32 scalar, 0.0 or NaN; becomes NaN if an element is not finite.
+        arrived: int32 ``[1]``, 0 before and after.
     """
     inputs = first, tiles[0], _words(message), limit, flag, arrived
     _encode[(len(tiles[0]),)](*inputs, tiles[1], _TILE, **OPTIONS)
@@ -83,27 +84,23 @@ def _place(tiles, ALIGNED: tl.constexpr):
 def _encode(first, tiles, message, limit, flag, arrived, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     place, start, numel = _place(tiles, ALIGNED)
     if numel == TILE:
-        bad = _encode_tile(first + place, message + start, limit, numel, TILE, True)
+        _encode_tile(first + place, message + start, limit, flag, numel, TILE, True)
     else:
-        bad = _encode_tile(first + place, message + start, limit, numel, TILE, False)
-    # One sum holds how many programs have arrived, and above these how many found something: the last one knows all.
-    mine = 1 + (bad.to(tl.int64) << 32)
-    found = tl.atomic_add(arrived, mine, sem="relaxed") + mine
-    if (found & 0xFFFFFFFF) == tl.num_programs(0):
-        spoilt = ((found >> 32) != 0) | (tl.load(flag) != 0.0)  # True for NaN
-        value = tl.where(spoilt, float("nan"), 0.0)
+        _encode_tile(first + place, message + start, limit, flag, numel, TILE, False)
+    if arrive(arrived):  # what others stored is not looked up in the cache of this one's processor
+        value = tl.where(tl.load(flag, cache_modifier=".cg") == 0.0, 0.0, float("nan"))
         tl.store(message, halved(value, message.dtype.element_ty))
         tl.store(arrived, 0)
 
 
 @triton.jit
-def _encode_tile(numbers, message, limit, numel, TILE: tl.constexpr, WHOLE: tl.constexpr):
-    """Cast a tile, and return 1 if a number is not finite, else 0."""
+def _encode_tile(numbers, message, limit, flag, numel, TILE: tl.constexpr, WHOLE: tl.constexpr):
     at = tl.arange(0, TILE)
     values = read(numbers, at, at < numel, WHOLE)
     small = tl.maximum(tl.minimum(values, limit), -limit)
     write(message, at, halved(small, message.dtype.element_ty), at < numel, WHOLE)
-    return tl.max((~(tl.abs(values) < float("inf"))).to(tl.int32), axis=0)
+    if tl.min((tl.abs(values) < float("inf")).to(tl.int32), axis=0) == 0:  # every program writes the same
+        tl.store(flag, float("nan"))
 
 
 @kernel

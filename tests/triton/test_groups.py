@@ -99,7 +99,8 @@ def nowhere(rank, step, parts):
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize(
-    ("method", "feedback"), [("qsgd", "none"), ("rotated", "none"), ("onebit", "loco"), ("onebit", True), ("topk", True)]
+    ("method", "feedback"),
+    [("qsgd", "none"), ("rotated", "none"), ("onebit", "loco"), ("onebit", True), ("topk", True)],
 )
 def test_few_launches(method, feedback, unused, exchange, happens, scale, device, by, monkeypatch):
     """Who copies gradients writes the heads, and who writes the means reads them, and both know the loss scale."""
