@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress import kernels
 from lightning_compress.collectives.collective import Overlapping, Wait
-from lightning_compress.collectives.torch import TorchCollective, begin_directly
+from lightning_compress.collectives.torch import TorchCollective, _waiting, prepare_directly
 from lightning_compress.engine import programs
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.compensation import kind_of
@@ -40,8 +41,10 @@ class _Directly(TorchCollective):
     """Starts collectives as it does by NCCL."""
 
     def begin(self, name: Overlapping, *arguments: Any) -> Wait:
-        work = begin_directly(dist.group.WORLD, name, *arguments)  # type: ignore[arg-type]
-        return work.wait if work else lambda: None
+        return self.prepare(name, *arguments)()
+
+    def prepare(self, name: Overlapping, *arguments: Any) -> Callable[[], Wait]:
+        return partial(_waiting, prepare_directly(dist.group.WORLD, name, *arguments))  # type: ignore[arg-type]
 
 
 def _triton(device: torch.device) -> str:

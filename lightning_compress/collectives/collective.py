@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,10 @@ class Collective(ABC):
         """
         getattr(self, name)(*arguments)
         return lambda: None
+
+    def prepare(self, name: Overlapping, *arguments: Any) -> Callable[[], Wait]:
+        """Return what begins a collective with these tensors as often as it is called; see ``begin``."""
+        return partial(self.begin, name, *arguments)
 
     def broadcast(self, tensor: Tensor, device: torch.device) -> None:
         """Copy rank 0's bytes to all ranks, in place, through a device: a sum with zeros, which every transport has."""

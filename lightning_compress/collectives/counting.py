@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -166,13 +167,13 @@ class World(NamedTuple):
 class _Begun:
     """A collective that overlaps with others; a program begins it again in each step."""
 
-    def __init__(self, meter: Meter, size: int, inner: Collective) -> None:
-        self._meter, self._size, self._inner = meter, size, inner
+    def __init__(self, meter: Meter, size: int) -> None:
+        self._meter, self._size = meter, size
         self._wait: Wait | None = None
 
-    def begin(self, name: Overlapping, *arguments: Any) -> None:
+    def begin(self, start: Callable[[], Wait]) -> None:
         self._meter.bytes_sent += self._size
-        self._wait = self._inner.begin(name, *arguments)
+        self._wait = start()
 
     def wait(self) -> None:
         tape = program.here.tape
@@ -221,13 +222,15 @@ class CountingCollective(Collective):
 
     def begin(self, name: Overlapping, *arguments: Any) -> Wait:
         """Count the bytes when it begins; its time is the time spent waiting for it."""
-        begun = _Begun(self._meter, _BYTES[name](arguments[0], self.size), self._inner)
-        if tape := program.here.tape:
-            with tape.apart():
-                begun.begin(name, *arguments)
-            tape.add(begun.begin, [name, *arguments])
-        else:
-            begun.begin(name, *arguments)
+        begun = _Begun(self._meter, _BYTES[name](arguments[0], self.size))
+        if not (tape := program.here.tape):
+            begun.begin(partial(self._inner.begin, name, *arguments))
+            return begun.wait
+        with tape.apart():
+            start = self._inner.prepare(name, *arguments)
+            begun.begin(start)
+        tape.keep(arguments)
+        tape.add(begun.begin, [start])
         return begun.wait
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from hashlib import sha256
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -90,10 +91,15 @@ class TorchCollective(Collective):
         if name == "swap":
             return self._begin_swap(*arguments)
         if self._direct and arguments[0].is_cuda:
-            work = begin_directly(_whole(self.group), name, *arguments)
-            return work.wait if work else lambda: None
+            return self.prepare(name, *arguments)()
         works: list[dist.Work] = getattr(self, f"_{name}")(*arguments, async_op=True)
         return lambda: _wait(works)
+
+    def prepare(self, name: Overlapping, *arguments: Any) -> Callable[[], Wait]:
+        """See ``Collective.prepare``; what the backend is given is made once."""
+        if name == "swap" or not self._direct or not arguments[0].is_cuda:
+            return super().prepare(name, *arguments)
+        return partial(_waiting, prepare_directly(_whole(self.group), name, *arguments))
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
         """Collect one tensor from each rank."""
@@ -175,8 +181,17 @@ class TorchCollective(Collective):
         return TorchCollective(known[partition])
 
 
-def begin_directly(group: dist.ProcessGroup, name: Overlapping, *arguments: Any) -> dist.Work | None:
-    """Start a collective as ``torch.distributed`` does, but without its checks, which take longer than the call.
+def _waiting(begin: Callable[[], dist.Work | None]) -> Wait:
+    work = begin()
+    return work.wait if work else _nothing
+
+
+def _nothing() -> None:
+    """Wait for a collective that ended before it returned."""
+
+
+def prepare_directly(group: dist.ProcessGroup, name: Overlapping, *arguments: Any) -> Callable[[], dist.Work | None]:
+    """Return what starts a collective as ``torch.distributed`` does, but without its checks, which take longer.
 
     Args:
         group: the process group.
@@ -187,15 +202,15 @@ def begin_directly(group: dist.ProcessGroup, name: Overlapping, *arguments: Any)
         tensor, operation = arguments if len(arguments) > 1 else (*arguments, "sum")
         reducing = dist.distributed_c10d.AllreduceOptions()
         reducing.reduceOp, reducing.asyncOp = _OPERATIONS[operation], True
-        return group.allreduce([tensor], reducing)
+        return partial(group.allreduce, [tensor], reducing)
     first, second = arguments
     if name == "all_gather":
         gathering = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         gathering.asyncOp = True
-        return getattr(group, _GATHER)(second.view(-1), first, gathering)  # type: ignore[no-any-return]
+        return partial(getattr(group, _GATHER), second.view(-1), first, gathering)
     exchanging = dist.distributed_c10d.AllToAllOptions()
     exchanging.asyncOp = True
-    return getattr(group, _EXCHANGE)(second.view(-1), first.view(-1), [], [], exchanging)  # type: ignore[no-any-return]
+    return partial(getattr(group, _EXCHANGE), second.view(-1), first.view(-1), [], [], exchanging)
 
 
 _parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], ...], dist.ProcessGroup]] = WeakKeyDictionary()

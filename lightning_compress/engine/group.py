@@ -290,7 +290,7 @@ class Group:
         changed = (self._keeps and left_out) or (self.residual and self.residual.touched)  # and not as the heads tell
         if self._opens and vector.bucket and not changed:
             vector.opening, vector.marks, vector.factor = plan.opening, self._rows, scale
-            vector.looked = self.residual and self.residual.committed
+            vector.looked = self.residual.committed if self.residual else None
         return vector
 
     def _averaged_in_place(self, pieces: list[Tensor], plan: ExchangePlan, scale: Tensor | None) -> Tensor | None:

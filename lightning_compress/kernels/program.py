@@ -142,6 +142,11 @@ class Tape:
 
     def add(self, function: Callable[..., object], arguments: list[Any]) -> None:
         """Record a call; the arguments may be ``Varying``, the flag or ``STREAM``, but not contain them."""
+        self._look(arguments)
+        self.calls.append((function, arguments))
+
+    def _look(self, arguments: Sequence[object]) -> None:
+        """Refuse a view of the flag, and what contains something that differs from step to step."""
         flag = self.flag
         for each in arguments:
             if isinstance(each, Tensor):
@@ -150,7 +155,12 @@ class Tape:
                     self.refuse("a view of the flag is used")
             elif isinstance(each, list | tuple | dict) and _contains(each, flag):
                 self.refuse("what differs from step to step is in a list")
-        self.calls.append((function, arguments))
+
+    def keep(self, arguments: Sequence[object]) -> None:
+        """Take it that a call always uses these, which must not differ from step to step."""
+        if _contains(arguments, self.flag):
+            self.refuse("what differs from step to step is kept")
+        self._look(arguments)
 
     def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Record an operation of PyTorch, unless it starts nothing."""

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from lightning_compress.collectives.torch import TorchCollective, begin_directly
+from lightning_compress.collectives.torch import TorchCollective, prepare_directly
 
 
 def _both():
@@ -19,7 +19,7 @@ def _both():
     ):
         one, other = ([each.clone() if isinstance(each, torch.Tensor) else each for each in given] for _ in range(2))
         collective.begin(name, *one)()
-        begin_directly(group, name, *other).wait()
+        prepare_directly(group, name, *other)().wait()
         found.append(all(a.equal(b) for a, b in zip(one, other, strict=True) if isinstance(a, torch.Tensor)))
     return found
 
