@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import kernels
 from lightning_compress.collectives.collective import Overlapping, Wait
 from lightning_compress.collectives.torch import TorchCollective, _waiting, prepare_directly
+from lightning_compress.core.vector import _zeros
 from lightning_compress.engine import programs
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.compensation import kind_of
@@ -94,6 +95,7 @@ def _without_launches() -> Iterator[None]:
         mock.patch.object(JITFunction, "run", _nothing),
         mock.patch.object(InterpretedFunction, "run", _nothing),
         mock.patch.object(launch, "bind", bind),
+        mock.patch.object(programs, "new_flag", lambda device: next(_zeros(device))),  # as on an accelerator
     ):
         yield
 
