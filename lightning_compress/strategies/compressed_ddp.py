@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
@@ -136,9 +135,6 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         self.configure_ddp()
         self.compression.follow(before)
         self._check_optimizers()
-
-    def _loss_scale(self) -> torch.Tensor | None:
-        return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Pass the epoch to the schedule, and act on a cluster's signals that all ranks know of."""
