@@ -288,7 +288,7 @@ class LocalSGD(Synchroniser):
         if self.averaged.rules:
             taken, trained = self.averaged.trained(self.model), checks.trained_parameters(self.model)
             share = sum(each.numel() for each in taken.values()) / sum(each.numel() for _, each in trained)
-            before = f"gradients of {len(taken)} parameters ({share:.1%}) averaged in each step; the others: "
+            before = f"gradients of {len(taken)} parameters ({100 * share:.1f} %) averaged in each step; the others: "
         parts = f", in {rounds.fragments} fragments" if rounds.fragments > 1 else ""
         late = f", used {rounds.delay} steps later" if rounds.delay else ""
         how = f"outer lr {outer.lr:g}, momentum {outer.momentum:g}; {self._forecast.summary}"
