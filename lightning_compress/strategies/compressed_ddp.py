@@ -27,7 +27,7 @@ from lightning_compress.strategies.advice import (
     steps_of,
     untested,
     warn,
-    warn_beside_adam,
+    warn_beside,
 )
 from lightning_compress.strategies.common import CommonMixin, accumulation
 from lightning_compress.strategies.compression import CompressionMixin
@@ -94,7 +94,7 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         assert self.lightning_module is not None
         self._compression.stepped_by(self.optimizers)
         if self.world_size > 1:
-            warn_beside_adam(self._compression.settings, self.optimizers, self.lightning_module)
+            warn_beside(self._compression.settings, self.optimizers, self.lightning_module)
 
     def _watch_clipping(self) -> None:
         """Check the gradient clipping that a module does itself, such as in manual optimization."""

@@ -102,7 +102,7 @@ def test_what_is_averaged_is_equal_after_each_step_and_the_rest_is_not(pools, op
     if not options:
         norms = 2 * 16 + 1  # running means travel with the last fragment
         fragments = sum(size for name, size in sizes.items() if name not in TAKEN)
-        assert parts == [pytest.approx(3 * all_reduce_bytes(4 * (fragments + norms), 2), abs=64)]
+        assert parts == [pytest.approx(3 * all_reduce_bytes(4 * (fragments + norms), 2), rel=0.01)]
     assert stats["total_bytes_sent"] == sum(sent)
     assert stats["total_bytes_dense"] == pytest.approx(8 * 4 * sum(sizes.values()), rel=0.01)
     said = "gradients of 6 parameters (1.1 %) averaged in each step; the others: 3 local steps a round"
