@@ -38,7 +38,7 @@ def simulate_ecq(gradients, alpha, beta, block=1024):
     return means, [alpha * each for each in kept]
 
 
-def simulate_loco(gradients, lengths, beta, reset_every, block=1024):
+def simulate_loco(gradients, lengths, beta, reset_every, decay=1.0, block=1024):
     """Average ``gradients[step][rank]``, float32 vectors of parameters of these lengths, in one bit.
 
     Returns:
@@ -54,7 +54,7 @@ def simulate_loco(gradients, lengths, beta, reset_every, block=1024):
         for rank, gradient in enumerate(ranks):
             h = gradient + errors[rank]
             sent, left = onebit(h, block)
-            new = np.float32(1 - beta) * errors[rank] + np.float32(beta) * left
+            new = np.float32(decay - beta) * errors[rank] + np.float32(beta) * left
             errors[rank] = np.concatenate([rounded(part) for part in np.split(new, np.cumsum(lengths)[:-1])])
             mean += sent / np.float32(size)
         means.append(mean)
