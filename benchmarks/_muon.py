@@ -24,8 +24,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, module: nn.Module, rate: float) -> None:
         super().__init__(module.parameters(), {})
-        named, rest = dict(module.named_parameters()), lambda name: any(fnmatchcase(name, each) for each in REST)
-        hidden, others = ([each for name, each in named.items() if rest(name) == which] for which in (False, True))  # type: ignore[no-untyped-call]
+        rest = {name: any(fnmatchcase(name, each) for each in REST) for name, _ in module.named_parameters()}
+        hidden, others = (
+            [module.get_parameter(name) for name in rest if rest[name] == which] for which in (False, True)
+        )
         self.two: Any = torch.optim.Muon(hidden, rate), torch.optim.AdamW(others, ADAMW_RATE)
         self.param_groups = [group for each in self.two for group in each.param_groups]
 
