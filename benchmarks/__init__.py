@@ -23,7 +23,7 @@ RETIRED = {
         "benchmarks.gossip toy": "docs/gossip.md has its figure, and tests/gossip/test_moniqua.py the toy",
         "benchmarks.memory": "docs/results/cost.md has its figures; benchmarks.step tells bytes per parameter on a GPU",
         "benchmarks.network --trainer": "docs/decisions.md says what Lightning's broadcast does",
-        "benchmarks.optimizers --stage": "docs/results/below-four-bits.md has its figures; --methods compares others",
+        "benchmarks.optimizers --csv": "docs/results/below-four-bits.md has its figures; --methods compares others",
         "benchmarks.optimizers --markdown": "docs/results/below-four-bits.md has its figures",
         "benchmarks.recovery": "docs/results/accuracy.md has its figures; recipes train with recovery=theta",
         "benchmarks.time_to_target --part whole": "docs/results/time-to-target.md has its figures",

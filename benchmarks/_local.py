@@ -57,7 +57,8 @@ class Local:
         timing = {"fragments": rounds.fragments, "delay": rounds.delay, "alpha": rounds.alpha}
         self._local, self.every = LocalSGD(rounds.sync_every, **timing, **settings), rounds.sync_every
         self._local.start(model)
-        self.after, self.finish, self.close = self._local.after_step, self._local.finish, self._local.close
+        self.before, self.after = self._local.before_step, self._local.after_step
+        self.finish, self.close = self._local.finish, self._local.close
 
     @property
     def bytes_sent(self) -> int:

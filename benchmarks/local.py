@@ -39,7 +39,7 @@ RATES, SEEDS, RANKS, STEPS = (5e-3, 1e-2, 2e-2), (0, 1), 4, 600
 
 def train(run: Run, task: Task) -> dict[str, float]:
     """One run, on this rank; see ``descend``."""
-    return descend(run, task, METHODS[run["method"]], torch.optim.AdamW)
+    return descend(run, task, METHODS[run["method"]], lambda model, rate: torch.optim.AdamW(model.parameters(), rate))
 
 
 def name(run: Run) -> str:

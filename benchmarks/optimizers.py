@@ -4,12 +4,14 @@
     python -m benchmarks.optimizers --root data --json optimizers.json --methods dense onebit --optimizers adamw
     python -m benchmarks.optimizers --root data --json optimizers.json --tune --seeds 0
     python -m benchmarks.optimizers --json mlp.json --model mlp --ranks 8 --optimizers adamw --exchange two_shot
+    python -m benchmarks.optimizers --root data --json muon.json --stage muon
 
 Ranks are processes. A character LSTM on real text (``--root``) reads 16 excerpts of 64 characters of the English
 captions of Multi30k a rank and step; a small MLP learns a function from 16 examples of noise. The learning rate falls
 linearly to 0. It is each optimizer's best for dense averaging among those in RATES (``--tune`` trains them all), and no
 method has one of its own. A run takes half a minute on two idle cores. Runs that the JSON file has already are not
-repeated, so that it may be interrupted.
+repeated, so that it may be interrupted. A stage trains a decoder with Muon on 4 ranks, messages gathered, in batches of
+16 and of 64 excerpts: first dense at every learning rate, then all methods of ``benchmarks/_muon.py`` at the best one.
 """
 
 from __future__ import annotations
@@ -23,17 +25,19 @@ from typing import Any
 
 import torch
 
+from benchmarks import _muon
 from benchmarks.harness.launch import run_beside
 from benchmarks.harness.methods import METHODS, ONLY
 from benchmarks.harness.results import Results
 from benchmarks.harness.tables import show
-from benchmarks.harness.tasks import TASKS, Task
+from benchmarks.harness.tasks import Task
 from benchmarks.harness.training import Run, descend, work
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, rate, momentum=0.9),
-    "adamw": lambda parameters, rate: torch.optim.AdamW(parameters, rate),
-    "onebit_adam": lambda parameters, rate: torch.optim.SGD(parameters, rate, weight_decay=0.01),  # is Adam itself
+    "sgd": lambda model, rate: torch.optim.SGD(model.parameters(), rate, momentum=0.9),
+    "adamw": lambda model, rate: torch.optim.AdamW(model.parameters(), rate),
+    "onebit_adam": lambda model, rate: torch.optim.SGD(model.parameters(), rate, weight_decay=0.01),  # is Adam itself
+    "muon": _muon.MuonAndAdamW,
 }
 RATES = {"sgd": (0.1, 0.2, 0.5, 1.0, 2.0), "adamw": (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)}
 BEST = {"lstm": {"sgd": 1.0, "adamw": 1e-2}, "mlp": {"sgd": 0.2, "adamw": 5e-3}}
@@ -51,7 +55,8 @@ EXCHANGES: dict[str, Any] = {
 def train(run: Run, task: Task) -> dict[str, float]:
     """One run, on this rank; see ``descend``."""
     optimizer = OPTIMIZERS.get(run["method"], OPTIMIZERS[run["optimizer"]])
-    return descend(run, task, METHODS[run["method"]] | {"exchange": EXCHANGES[run["exchange"]]}, optimizer)
+    method = (_muon.METHODS if run["model"] in _muon.MODELS else METHODS)[run["method"]]
+    return descend(run, task, {"exchange": EXCHANGES[run["exchange"]], **method}, optimizer)
 
 
 def named(run: Run) -> Run:
@@ -80,6 +85,31 @@ def table(results: Results, runs: list[Run]) -> None:
     show(head, cells, title)
 
 
+def run_missing(runs: list[Run], root: Path, path: Path) -> Results:
+    """All results, once those that were missing are there; all runs are of one model and number of ranks."""
+    if missing := [run for run in runs if run["name"] not in Results(path)]:
+        run_beside(runs[0]["ranks"], work, missing, root, path, train)
+    return Results(path)
+
+
+def run_stage(name: str, root: Path, path: Path) -> None:
+    """Choose the learning rates by dense runs, run all cells, and print their tables."""
+    steps, seeds = _muon.STAGES[name]
+    for model in _muon.MODELS:
+        same = {"model": model, "ranks": 4, "exchange": "all_gather"}
+        runs = []
+        for optimizer, rates in {"muon": _muon.RATES, "adamw": RATES["adamw"]}.items():
+            dense = {"method": "dense", "optimizer": optimizer, "seed": 0, "steps": _muon.TUNED} | same
+            tried = [named(dense | {"rate": rate}) for rate in rates]
+            results = run_missing(tried, root, path)
+            best = min(tried, key=lambda run: results[run["name"]]["held_out"])
+            methods = _muon.BESIDE if optimizer == "adamw" else _muon.METHODS
+            runs += [
+                named(best | {"method": method, "seed": seed, "steps": steps}) for seed in seeds for method in methods
+            ]
+        table(run_missing(runs, root, path), runs)
+
+
 def main() -> None:
     """Run what is missing in processes of one group, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -88,15 +118,19 @@ def main() -> None:
     add("--json", type=Path, required=True, help="results so far; written after every run")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     add("--optimizers", nargs="+", choices=RATES, default=list(RATES))
-    add("--model", choices=TASKS, default="lstm")
+    add("--model", choices=BEST, default="lstm")
     add("--ranks", type=int, default=RANKS)
     add("--exchange", choices=EXCHANGES, default="auto", help="same: sums take as many bits as gradients")
     add("--seeds", type=int, nargs="+", default=[0, 1])
     add("--steps", type=int, default=300)
+    add("--stage", choices=_muon.STAGES, help="all of it, whatever the other options say")
     add("--tune", action="store_true", help="dense only, with every learning rate in RATES")
     arguments = parser.parse_args()
     if arguments.model == "lstm" and arguments.root is None:
-        parser.error("--root is needed for the LSTM")
+        parser.error("--root is needed for the LSTM and the decoder")
+    if arguments.stage:
+        run_stage(arguments.stage, arguments.root, arguments.json)
+        return
     same = {"steps": arguments.steps, "model": arguments.model, "ranks": arguments.ranks}
     same["exchange"] = arguments.exchange
     best = BEST[arguments.model]
@@ -109,9 +143,7 @@ def main() -> None:
         if ONLY.get(method, optimizer) == optimizer
         for rate in (RATES[optimizer] if arguments.tune else [best[optimizer]])
     ]
-    if missing := [run for run in runs if run["name"] not in Results(arguments.json)]:
-        run_beside(arguments.ranks, work, missing, arguments.root, arguments.json, train)
-    table(Results(arguments.json), runs)
+    table(run_missing(runs, arguments.root, arguments.json), runs)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from lightning_compress.engine.attach import check_setup, compress, say, warn_of
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
 from lightning_compress.planning.decide import keep
-from lightning_compress.strategies.advice import untested, warn, warn_beside_adam
+from lightning_compress.strategies.advice import untested, warn, warn_beside
 from lightning_compress.strategies.compression import CompressionMixin
 from lightning_compress.strategies.resume import restore_compression, save_compression
 from lightning_compress.strategies.sidecar import CHOSEN, KEY
@@ -114,7 +114,7 @@ class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
         if self.is_global_zero:
             say(compression)
         if self.world_size > 1:
-            warn_beside_adam(compression.settings, own, model.module)
+            warn_beside(compression.settings, own, model.module)
 
     def _loss_scale(self) -> torch.Tensor | None:
         return getattr(getattr(self.precision, "scaler", None), "_scale", None)

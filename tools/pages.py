@@ -84,7 +84,7 @@ def facts_of(name: str, cls: type) -> dict[str, str]:
     found["bits"] = f"{row['bits']:.3g}" if row["bits"] is not None else "by shape: see below"
     found["kind"] = kind_of(built)
     found["error feedback"] = feedback_of(built)
-    losses = {"SGD with momentum": row["sgd"], "AdamW": row["adam"]}
+    losses = {"SGD with momentum": row["sgd"], "AdamW": row["adam"], "Muon": row["muon"]}
     if known := [f"{loss:+g} % ({optimizer})" for optimizer, loss in losses.items() if loss is not None]:
         found["more loss"] = ", ".join(known)
     found["kernels"] = kernels_of(cls)

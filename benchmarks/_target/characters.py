@@ -20,7 +20,13 @@ class Characters:
 
     Args:
         root: folder that holds multi30k.
+
+    Attributes:
+        batch: excerpts of a rank's batch.
+        held_out: characters of a held-out excerpt.
     """
+
+    batch, held_out = BATCH, HELD_OUT
 
     def __init__(self, root: Path) -> None:
         self._text: Text = read_text(root)
@@ -33,7 +39,7 @@ class Characters:
         """Yield a rank's batches without end; equal for all methods."""
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         while True:
-            yield excerpts(self._text.train, BATCH, LENGTH, generator)
+            yield excerpts(self._text.train, self.batch, LENGTH, generator)
 
     @torch.no_grad()
     def losses(self, model: nn.Module, rank: int, ranks: int) -> Tensor:
@@ -43,7 +49,8 @@ class Characters:
         reported.
         """
         text = self._text.held_out
-        rows = text[: len(text) // (HELD_OUT + 1) * (HELD_OUT + 1)].view(-1, HELD_OUT + 1)
+        length = self.held_out + 1
+        rows = text[: len(text) // length * length].view(-1, length)
         shares = [rows[half::2][rank::ranks] for half in range(2)]
         return torch.tensor(
             [[float(model(share)) * len(share) if len(share) else 0.0, len(share)] for share in shares],

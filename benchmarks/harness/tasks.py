@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks._target.characters import Characters
+from benchmarks._language import CharTransformer
+from benchmarks._target.characters import LENGTH, Characters
 from benchmarks.harness.models import perceptron
 
 BATCH = 16
@@ -61,5 +62,26 @@ class Learning:
         return torch.tensor([[float(model(own)) * len(own), len(own)]], dtype=torch.float64)
 
 
+class Decoder(Characters):
+    """``CharTransformer`` on the same text."""
+
+    held_out = LENGTH
+
+    def model(self) -> nn.Module:
+        """See ``Characters``."""
+        return CharTransformer(self._text.vocabulary, longest=LENGTH)
+
+
+class LargeBatches(Decoder):
+    """Four times as many excerpts, whose noise hides less of a code's."""
+
+    batch = 64
+
+
 Task = Characters | Learning
-TASKS: dict[str, type[Task]] = {"lstm": Characters, "mlp": Learning}
+TASKS: dict[str, type[Task]] = {
+    "lstm": Characters,
+    "mlp": Learning,
+    "decoder": Decoder,
+    "decoder, 64 excerpts": LargeBatches,
+}

@@ -34,7 +34,7 @@ def descend(
         run: what.
         task: of its model.
         given: arguments of ``attach``; with ``rounds``, of ``Local``.
-        make: the optimizer, of parameters and a rate.
+        make: the optimizer, of a model and a rate.
 
     Returns:
         ``held_out``, the loss; ``training``, that of the last steps of all ranks; ``ratio``, how many times fewer bytes
@@ -45,18 +45,19 @@ def descend(
     module = trained = task.model()
     if "rounds" in given:
         handle: Any = Local(module, given, seed=run["seed"])
-        counted, after, finish = handle, handle.after, handle.finish
+        counted, before, after, finish = handle, handle.before, handle.after, handle.finish
     else:
         trained = DistributedDataParallel(module)
         handle = attach(trained, **given, seed=run["seed"])
-        counted, after, finish = handle.meter, lambda: None, lambda: None
-    optimizer = make(module.parameters(), run["rate"])
+        counted, before, after, finish = handle.meter, lambda _: None, lambda: None, lambda: None
+    optimizer = make(module, run["rate"])
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, run["steps"])
     losses = []
     for _, batch in zip(range(run["steps"]), task.batches(run["seed"], dist.get_rank()), strict=False):
         optimizer.zero_grad()
         loss = trained(batch)
         loss.backward()
+        before(optimizer)
         optimizer.step()
         after()
         falling.step()

@@ -24,11 +24,12 @@ from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import UNKNOWN, Link, Speeds
 from lightning_compress.planning.link import kind_of, time_codec, time_link
 from lightning_compress.planning.predict import BUCKET, Place, predict
+from lightning_compress.settings.compensation import automatic, loss_of
 from lightning_compress.settings.rules import Shape
 from lightning_compress.settings.run_state import RunState
 
 Parameters = Sequence[tuple[str, Shape]]
-Optimizer = Literal["sgd", "adam", "adamw"]
+Optimizer = Literal["sgd", "adam", "adamw", "muon"]
 SIDE = 1024
 """Rows and columns of the matrices that stand for a model of which only the size is known."""
 TCP = 0.94
@@ -63,7 +64,10 @@ class Method:
 
     def loss(self, optimizer: Optimizer) -> float | None:
         """Return the percent of loss with this optimizer."""
-        return self.sgd if optimizer == "sgd" else self.adam
+        if optimizer != "muon" or self.compressor is None:
+            return self.sgd if optimizer == "sgd" else self.adam
+        method = RunState.of(self.compressor).method
+        return None if self.local else loss_of(method, "muon", automatic(method, "muon"))
 
 
 _QSGD_8, _TOPK = {"name": "qsgd", "bits": 8}, {"name": "topk", "density": 0.01}
@@ -204,7 +208,7 @@ def _measured(cores_per_rank: float) -> tuple[int, Link, dict[str, Speeds], int]
             return 1, UNKNOWN, {}, 0
         link = time_link(ranks, torch.device("cpu"))
         every = [RunState.of(method.compressor) for method in METHODS if method.compressor]
-        settings = [each.stepped_by(kind) for each in every for kind in ("sgd", "adam")]
+        settings = [each.stepped_by(kind) for each in every for kind in ("sgd", "adam", "muon")]
         return ranks.size, link, _speeds(settings, ranks.size, 1 / cores_per_rank), ranks.rank
     finally:
         dist.destroy_process_group()
@@ -231,7 +235,7 @@ def predicted(
         speeds: of codecs, see ``Measured``; None: they are measured here.
     """
     settings = {
-        method.name: RunState.of(method.compressor).stepped_by("sgd" if optimizer == "sgd" else "adam")
+        method.name: RunState.of(method.compressor).stepped_by("adam" if optimizer == "adamw" else optimizer)
         for method in METHODS
         if method.compressor
     }

@@ -13,9 +13,10 @@ from rich.table import Table
 from lightning_compress.codecs import Codec
 from lightning_compress.core.layout import Layout
 from lightning_compress.corrections import Corrected
-from lightning_compress.settings.compensation import Optimizer, automatic, loss_of
+from lightning_compress.settings.compensation import MEASURED, Optimizer, automatic, loss_of
 from lightning_compress.settings.parsing import COMPRESSORS
 
+KINDS: tuple[Optimizer, ...] = ("sgd", "adam", "muon")
 SAMPLE = Layout.of([("weight", (1024, 1024))])
 
 
@@ -32,17 +33,17 @@ def compressors(contrib: bool = False, json: bool = False) -> None:
         print(dumps(found, indent=2))
         return
     table = Table()
-    for title in ("name", "bits", "loss, SGD", "loss, AdamW", "what it does"):
+    for title in ("name", "bits", *(f"loss, {MEASURED[kind]}" for kind in KINDS), "what it does"):
         table.add_column(title, no_wrap=title != "what it does")
     for each in found:
         bits = "" if each["bits"] is None else f"{each['bits']:.3g}"
-        losses = ("" if loss is None else f"{loss:+g} %" for loss in (each["sgd"], each["adam"]))
+        losses = ("" if loss is None else f"{loss:+g} %" for loss in (each[kind] for kind in KINDS))
         table.add_row(each["name"], bits, *losses, each["text"])
     console = Console()
     console.print(table)
     console.print(
         "bits: of a message, per element, with the default settings. loss: above that of float32 in our runs (a "
-        "character LSTM, docs/results/accuracy.md); empty: not measured.",
+        "character LSTM, docs/results/accuracy.md; with Muon a character GPT, docs/choose.md); empty: not measured.",
         highlight=False,
     )
 
@@ -52,11 +53,11 @@ def described(name: str) -> dict[str, Any]:
     cls = COMPRESSORS[name]
     built = cls()
     codec = built.codec if isinstance(built, Corrected) else built
-    bits, losses = None, dict.fromkeys(("sgd", "adam"))
+    bits = None
+    losses: dict[str, float | None] = dict.fromkeys(KINDS)
     if isinstance(codec, Codec):
         bits = 8 * codec.plan(SAMPLE, torch.device("cpu")).expected_size / SAMPLE.numel
     if isinstance(built, Codec):
-        kinds: tuple[Optimizer, ...] = ("sgd", "adam")
-        losses |= {kind: loss_of(built, kind, automatic(built, kind)) for kind in kinds}
+        losses |= {kind: loss_of(built, kind, automatic(built, kind)) for kind in KINDS}
     text = (inspect.getdoc(cls) or "").partition("\n")[0]
     return {"name": name, "bits": bits, **losses, "text": text}

@@ -23,12 +23,12 @@ class LoCo:
 
     On every rank, with the gradient g and the error e, which is 0 at first and again every ``reset_every`` steps::
 
-        h = g + e;   send q = C(h);   e <- (1 - beta) e + beta (h - q)
+        h = g + e;   send q = C(h);   e <- (decay - beta) e + beta (h - q)
 
     Classical error feedback (``e <- h - q``) sends the whole error in the next step, and Adam takes that for variance
     of the gradient. LoCo sends the share ``beta`` of an error in the next step and less in each later step, so the late
     part arrives smoothly. Each step is conserved, but not the sum of steps: with each rank's
-    ``r = (e_after - (1 - beta) e) / beta``, ``W * mean + sum(r) == sum(g + e)``, up to the rounding of e.
+    ``r = (e_after - (decay - beta) e) / beta``, ``W * mean + sum(r) == sum(g + e)``, up to the rounding of e.
 
     The error is kept as 8-bit codes with a power of two per block of 64 (``core/blocks.py``), rounded to nearest.
     State: ``loco``, with its second buffer 2.03 bytes per parameter. Sums at owners travel with at least 4 bits,
@@ -37,22 +37,32 @@ class LoCo:
 
     Args:
         beta: weight of the last error in the average, in (0, 1]. A smaller beta is smoother and forgets later.
+        decay: factor for the errors of earlier steps, in [beta, 1]. LoCo has 1. Below 1 this is ECQ-SGD, whose alpha is
+            our beta, and whose beta is our decay.
         reset_every: number of steps after which all errors are set to 0, counted over all optimizers; None for never.
 
     Raises:
         ValueError: a setting is out of range.
 
     Xie, Lin, Toh, Zhou, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", arXiv 2407.04480. The
-    8-bit format and the default of ``reset_every`` are ours.
+    8-bit format and the default of ``reset_every`` are ours. ``decay``: Wu, Huang, Huang, Zhang, "Error Compensated
+    Quantized SGD and its Applications to Large-scale Distributed Optimization", ICML 2018, arXiv 1806.08054.
     """
 
     name: ClassVar[str] = "loco"
     beta: float = 0.05
     reset_every: int | None = 512
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 0 < self.beta <= 1:
             raise ValueError(f"LoCo(beta={self.beta!r}): beta must be in (0, 1]; try 0.05")
+        decay = self.decay
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not self.beta <= decay <= 1:
+            raise ValueError(
+                f"LoCo(beta={self.beta!r}, decay={decay!r}): decay must be in [beta, 1], or the average would change "
+                "its sign; 1 forgets nothing"
+            )
         every = self.reset_every
         if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
             raise ValueError(
@@ -97,10 +107,10 @@ class LoCoPlan(Stage):
 
     def after(self, vector: Vector) -> None:
         """Update the errors by what was not sent: nothing of what no rank uses."""
-        sent, beta = vector.rest, self._settings.beta
+        sent, beta, decay = vector.rest, self._settings.beta, self._settings.decay
         segments = Segments(vector.starts, self._sizes, self._coded, self._treated(vector))
         bits = Bits.of(vector.rows, vector.told) if vector.rows else None
-        blocks.blend(segments, self._state.base(), 1.0 - beta, sent, beta, self._state.pending, bits)
+        blocks.blend(segments, self._state.base(), decay - beta, sent, beta, self._state.pending, bits)
         if not self._alone:
             for segment, code in zip(self._segments, self._coded, strict=True):
                 if code >= 0:

@@ -13,12 +13,18 @@ from torch.optim import Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import Collective, CountingCollective, World
-from lightning_compress.collectives.coalesced import mean_of, sums_of
-from lightning_compress.collectives.counting import Meter, all_reduce_bytes
+from lightning_compress.collectives.coalesced import mean_of
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.core import errors
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup
-from lightning_compress.engine.optimizers import skip_step
+from lightning_compress.engine.drift import DriftGuard
+from lightning_compress.periodic.averaged_gradients import (
+    AveragedGradients,
+    average_gradients,
+    skip_nonfinite,
+    trained_by,
+)
 from lightning_compress.periodic.fragment import Outer
 from lightning_compress.periodic.streaming import Fragments
 from lightning_compress.periodic.sync_schedule import Rounds, check_integer, split
@@ -49,6 +55,9 @@ class LocalSGD(Synchroniser):
         compressor: of the changes, as for ``CompressedDDPStrategy``; not signsgd, dgc, onebit_adam.
         averaged_steps: optimizer steps before the first round; they average the ranks' gradients in float32 (post-local
             SGD, Lin et al., ICLR 2020, arXiv:1808.07217).
+        average_gradients: parameters whose gradients are averaged in float32 in each step, while the others train
+            locally: a shell-style pattern of names, ``{"match": patterns, "kind": kind}`` as in ``rules``, or a list of
+            these. Give what AdamW steps beside Muon. Not with ``averaged_steps``.
         fragments: parts of the model that are sent at different steps of a round (Streaming DiLoCo).
         delay: local steps that continue while a fragment travels; with 0, the ranks wait for it.
         alpha: weight of the replica when a fragment is used after ``delay`` steps, in [0, 1); the anchor has the rest.
@@ -62,7 +71,8 @@ class LocalSGD(Synchroniser):
         on_nonfinite: what to do if a rank's numbers are not finite at the end of a round. "skip": all ranks go back to
             the anchors, and optimizer states that are not finite are reset. "raise": an error that names the
             parameters. "pass": send them to all ranks.
-        check_drift_every: rounds between two checks that the anchors are equal on all ranks; 0: never.
+        check_drift_every: rounds between two checks that the anchors, and parameters whose gradients are averaged, are
+            equal on all ranks; 0: never.
         **options: of the compression, as for ``CompressedDDPStrategy``. ``exchange``: all but AdaGrad at the owner.
             ``error_feedback``: None and "auto" ignore the optimizer; SparseLoCo multiplies the residual in each round,
             ``{"decay": 0.95}``. ``warmup_steps``: rounds in float32 before compression begins. ``schedule``: by rounds
@@ -70,7 +80,7 @@ class LocalSGD(Synchroniser):
 
     Attributes:
         fragments: of the model, during a fit.
-        skipped: steps before the first round that were skipped because the averaged gradients were not finite.
+        skipped: steps that were skipped because averaged gradients were not finite.
 
     Raises:
         ValueError: a name or setting is unknown, a value is out of range, or local steps cannot work with it.
@@ -92,12 +102,19 @@ class LocalSGD(Synchroniser):
         buffers: dict[str, Literal["mean", "rank0"]] | None = None,
         on_nonfinite: Literal["pass", "skip", "raise"] = "skip",
         check_drift_every: int = 1,
+        average_gradients: object = (),
         **options: Any,
     ) -> None:
         super().__init__(evaluate, ("anchor", "mean"), buffers)
         self.rounds = Rounds(sync_every, fragments, delay, (0.5 if delay else 0.0) if alpha is None else alpha)
         self.outer, self.averaged_steps, self.steps_per_count = Outer.of(outer), averaged_steps, sync_every
         check_integer("averaged_steps", averaged_steps, 0)
+        self.averaged = AveragedGradients(average_gradients)
+        if averaged_steps and self.averaged.rules:
+            raise ValueError(
+                f"averaged_steps={averaged_steps} cannot be combined with average_gradients={average_gradients!r}: the "
+                "one averages all gradients at first, the other some of them in each step. Leave one of them out"
+            )
         check_gone(options)
         if unknown := sorted(options.keys() - {*OPTIONS}):
             raise ValueError(f"LocalSGD has no setting {unknown[0]!r}; its other settings are {', '.join(OPTIONS)}")
@@ -110,21 +127,27 @@ class LocalSGD(Synchroniser):
     @property
     def method(self) -> str:
         """See ``Synchroniser``: residuals need the same compressor, momenta the same fragments."""
-        parts = self.rounds.fragments
-        return f"local steps in {parts} fragment{'s' * (parts > 1)}, {self.settings.family}"
+        parts, averaged = self.rounds.fragments, f", gradients of {self.averaged} averaged" * bool(self.averaged.rules)
+        return f"local steps in {parts} fragment{'s' * (parts > 1)}, {self.settings.family}{averaged}"
 
     # a fit
 
     def check(self, model: nn.Module, ranks: Collective, device: torch.device) -> None:
         """See ``Synchroniser``."""
         check_setup(self.settings, model, ranks, device)
-        described = (self.rounds, self.outer, self.averaged_steps, self.evaluate, self.rules)
+        described = (self.rounds, self.outer, self.averaged_steps, self.evaluate, self.rules, self.averaged.rules)
         self._compare(described, None, ranks, device)
         self.rules.check(dict(model.named_buffers()))
-        split([each.numel() for _, each in checks.trained_parameters(model)], self.rounds.fragments)
+        self.averaged.check(model, self.may_unfreeze)
+        split([each.numel() for _, each in self._local(model)], self.rounds.fragments)
+
+    def _local(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Return the trained parameters that are in fragments, by name."""
+        return [each for each in checks.trained_parameters(model) if not self.averaged.takes(each[0])]
 
     def _start(self) -> None:
-        parts, trained = self.rounds.fragments, checks.trained_parameters(self.model)
+        self.averaged.start(self.model)
+        parts, trained = self.rounds.fragments, self._local(self.model)
         world = World(self.ranks, self.device, Meter(self.device))
         policy = self.settings.options.on_nonfinite
         alone = RunState.of("none", on_nonfinite=policy, check_drift_every=0)  # one rank sends nothing
@@ -133,9 +156,12 @@ class LocalSGD(Synchroniser):
         self._forecast = run_summary(settings, trained, world, self.rounds.sync_every)
         self._transports = [self.ranks.apart() if self.rounds.delay else self.ranks for _ in range(parts)]
         ours = self.model, self.optimizers, settings, self.rounds, self.outer
-        self.fragments = Fragments(*ours, self._transports, self.rules)
-        self.counted = CountingCollective(self.ranks, self.meter)
-        self._some_frozen = len(trained) < len(list(self.model.parameters()))
+        self.fragments = Fragments(*ours, self._transports, self.rules, self.averaged.takes)
+        self._drift = DriftGuard([*self.averaged.trained(self.model).items()], (), self.ranks, settings)
+        # of its own if gradients are averaged: a fragment may travel meanwhile, and count its bytes
+        self._meter = Meter(self.device) if self.averaged.rules else self.fragments.parts[0].compression.meter
+        self.counted = CountingCollective(self.ranks, self._meter)
+        self._some_frozen = any(not each.requires_grad for each in self.model.parameters())
         self._joined, self._received = 0, None
         self.skipped = 0
 
@@ -148,17 +174,22 @@ class LocalSGD(Synchroniser):
         return max(self.attempts - self.averaged_steps, 0)
 
     @torch.no_grad()
-    def before_step(self, optimizer: Optimizer, scaled: bool = False) -> None:
-        """See ``Synchroniser``: add unfrozen parameters; average gradients in the first ``averaged_steps``."""
-        if late := self.fragments.join(self.step):
+    def before_step(self, optimizer: Optimizer, scale: Tensor | None = None) -> None:
+        """See ``Synchroniser``: add unfrozen parameters; average the gradients that are not left to local steps."""
+        if late := [*self.fragments.join(self.step), *self.averaged.join(self.model)]:
             self.meeting.joined = zlib.crc32(repr(late).encode(), self.meeting.joined)
-        if self.attempts >= self.averaged_steps:
+        if self.attempts < self.averaged_steps:
+            parameters = trained_by(optimizer)
+        else:
+            parameters = self.averaged.of(optimizer, self.model, scale is not None)
+        if not parameters:
             return
         if self.meeting.unsized or self._some_frozen:
             self.meeting.agree()  # before a rank waits for gradients of one that has ended, or has other parameters
-        self.meter.bytes_dense += average_gradients(optimizer, self.counted)
-        if not scaled:
-            self.skipped += skip_nonfinite(optimizer, self.settings.options.on_nonfinite, self.attempts)
+        self._meter.bytes_dense += average_gradients(parameters, self.counted, scale)
+        if scale is None:
+            policy = self.settings.options.on_nonfinite
+            self.skipped += skip_nonfinite(optimizer, parameters, policy, self.attempts)
 
     def _after_step(self) -> None:
         step, local = self.attempts, self.attempts - self.averaged_steps
@@ -180,6 +211,10 @@ class LocalSGD(Synchroniser):
             fragments.send(number, local, self.epoch, lambda: self._send_votes(votes))
             if not self.rounds.delay:
                 fragments.use(number, 0.0)
+        if fragments.last in sent and self.averaged.rules:
+            self._drift.compare(local // self.rounds.sync_every)
+            self._meter.end_step()
+            self._meter.begin_step()
         if fragments.last in (due if self.rounds.delay else sent) and self._received is not None:
             received, self._received = self._received.cpu(), None
             self.meeting.apply_votes(received)
@@ -241,14 +276,19 @@ class LocalSGD(Synchroniser):
 
     @property
     def meters(self) -> list[Meter]:
-        """See ``Synchroniser``; one for each fragment."""
-        return [fragment.compression.meter for fragment in self.fragments.parts]
+        """See ``Synchroniser``; one for each fragment, and one for gradients that are averaged beside them."""
+        own = [self._meter] if self.averaged.rules else []
+        return [*(fragment.compression.meter for fragment in self.fragments.parts), *own]
 
     @property
     def summary(self) -> str:
         """See ``Synchroniser``."""
         rounds, outer, first = self.rounds, self.outer, self.averaged_steps
         before = f"after {first} steps with averaged gradients, " if first else ""
+        if self.averaged.rules:
+            taken, trained = self.averaged.trained(self.model), checks.trained_parameters(self.model)
+            share = sum(each.numel() for each in taken.values()) / sum(each.numel() for _, each in trained)
+            before = f"gradients of {len(taken)} parameters ({100 * share:.1f} %) averaged in each step; the others: "
         parts = f", in {rounds.fragments} fragments" if rounds.fragments > 1 else ""
         late = f", used {rounds.delay} steps later" if rounds.delay else ""
         how = f"outer lr {outer.lr:g}, momentum {outer.momentum:g}; {self._forecast.summary}"
@@ -258,6 +298,9 @@ class LocalSGD(Synchroniser):
         """Return ``Compression.stats`` over all fragments. ``bytes_dense``: what stock DDP sends in as many steps."""
         by_part = [fragment.compression.stats() for fragment in self.fragments.parts]
         total = {name: sum(stats[name] for stats in by_part) for name in by_part[0]}
+        if self.averaged.rules:
+            own = self._meter.read()
+            total |= {name: total[name] + own[name] for name in total if "bytes" in name}
         total["ratio"] = total["bytes_dense"] / total["bytes_sent"] if total["bytes_sent"] else 1.0
         total["residual_norm"] = sum(stats["residual_norm"] ** 2 for stats in by_part) ** 0.5
         total["relative_error"] /= len(by_part)
@@ -299,57 +342,3 @@ def _check(settings: RunState) -> None:
             "local steps cannot be combined with a schedule by learning rate: the outer learning rate is constant. "
             "Give values by rounds, such as {'density': {0: 0.25, 10: 0.01}}"
         )
-
-
-def average_gradients(optimizer: Optimizer, ranks: Collective) -> int:
-    """Replace an optimizer's gradients by their mean over the ranks, computed in float32 for half precision.
-
-    A parameter without a gradient on this rank counts as zeros. One without a gradient on all ranks keeps none, so that
-    no optimizer decays or moves it. Collective: every rank must call it.
-
-    Returns:
-        bytes that stock DDP would have sent.
-
-    Raises:
-        ExchangeError: a rank died, or did not come in time.
-    """
-    by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-    for parameter in [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    dense = 0
-    for dtype, parameters in by_dtype.items():
-        used = [each.grad is not None for each in parameters]
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-        flags = torch.tensor(used, dtype=torch.bool, device=gradients[0].device)
-        with errors.explained(f"averaging gradients of {len(used)} parameters", ranks.rank):
-            *sums, users = sums_of([*gradients, flags], ranks, torch.promote_types(dtype, torch.float32))
-        anywhere = used if all(used) else users.tolist()
-        for parameter, gradient, total, wanted in zip(parameters, gradients, sums, anywhere, strict=True):
-            if wanted:
-                parameter.grad = gradient.copy_(total.div_(ranks.size))
-        dense += all_reduce_bytes(sum(each.nbytes for each in gradients), ranks.size)
-    return dense
-
-
-def skip_nonfinite(optimizer: Optimizer, policy: str, step: int) -> bool:
-    """Make the optimizer skip its next step if the averaged gradients are not finite; return whether it will.
-
-    Args:
-        optimizer: that is about to step; its gradients are the same on all ranks.
-        policy: "skip" the step, "raise" an error, or "pass" the gradients on.
-        step: for the error.
-
-    Raises:
-        FloatingPointError: the gradients are not finite, and the policy is "raise".
-    """
-    gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-    if policy == "pass" or not gradients:
-        return False
-    if bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all()):
-        return False
-    if policy == "raise":
-        raise FloatingPointError(
-            f"step {step}: the mean of the ranks' gradients is not finite; on_nonfinite='skip' skips such steps"
-        )
-    skip_step(optimizer)
-    return True

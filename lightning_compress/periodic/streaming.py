@@ -35,6 +35,7 @@ class Fragments:
         outer: settings of the optimizer that steps the anchors.
         ranks: one collective a fragment; separate ones unless ``rounds.delay`` is 0.
         rules: which buffers are averaged, and which are copied from rank 0.
+        elsewhere: whether the parameter of a name is kept equal by something else, and is in no fragment.
 
     Attributes:
         parts: in order. Fragments that joined later stand at the end and travel right after the last scheduled one.
@@ -55,11 +56,13 @@ class Fragments:
         outer: Outer,
         ranks: Sequence[Collective],
         rules: BufferRules,
+        elsewhere: Callable[[str], bool] = lambda _: False,
     ) -> None:
-        self._model, self._optimizers, self._settings = model, optimizers, settings
+        self._model, self._optimizers, self._settings, self._elsewhere = model, optimizers, settings, elsewhere
         self._rounds, self._outer, self._ranks = rounds, outer, ranks
         self.last, self.parts = rounds.fragments - 1, list[Fragment]()
-        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        named = [(name, each) for name, each in model.named_parameters() if not elsewhere(name)]
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         for run in split([parameter.numel() for _, parameter in trained], rounds.fragments):
             self._add([name for name, _ in trained[run]])
         counted = CountingCollective(ranks[-1], self.parts[-1].compression.meter)
@@ -88,7 +91,8 @@ class Fragments:
             ValueError: the model has lost or replaced a parameter.
         """
         named = dict(self._model.named_parameters())  # modules may have been added, too
-        late = [name for name, each in named.items() if each.requires_grad and name not in self.replicas]
+        new = [name for name, each in named.items() if each.requires_grad and name not in self.replicas]
+        late = [name for name in new if not self._elsewhere(name)]
         others = [name for name, replica in self.replicas.items() if named.get(name, replica) is not replica]
         if others or (late and (gone := sorted(self.replicas.keys() - named.keys()))):
             was, now = (others[0], "another one") if others else (gone[0], late[0])

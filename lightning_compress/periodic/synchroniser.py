@@ -200,12 +200,12 @@ class Synchroniser(ABC):
     def _rebase(self) -> None:
         """See ``rebase``."""
 
-    def before_step(self, optimizer: Optimizer, scaled: bool = False) -> None:  # noqa: B027  # most do nothing
+    def before_step(self, optimizer: Optimizer, scale: Tensor | None = None) -> None:  # noqa: B027  # most do nothing
         """Prepare an optimizer's step, once its gradients are there. Call it before every step.
 
         Args:
             optimizer: that is about to step.
-            scaled: a GradScaler skips steps whose gradients are not finite.
+            scale: the factor of a GradScaler, which skips steps whose gradients are not finite; None: there is none.
         """
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_compress.core.kinds import kinds_of
 from lightning_compress.engine.checks import trained_parameters
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.planning.summary import label
-from lightning_compress.settings.compensation import LOSS, kind_of, loss_of
+from lightning_compress.settings.compensation import LOSS, MEASURED, Optimizer, kind_of, loss_of
 from lightning_compress.settings.run_state import RunState
 
 FEW_STEPS = 1000
@@ -38,26 +39,43 @@ def untested(device: torch.device) -> str:
     )
 
 
-def warn_beside_adam(settings: RunState, optimizers: Collection[object], module: nn.Module) -> None:
-    """Warn on rank 0 if an Adam-like optimizer steps parameters whose method costs accuracy beside it."""
-    warn(_coarse_beside_adam(settings, optimizers))
+LEAST: dict[Optimizer, float] = {"muon": 1.0, "adam": 1.0, "sgd": math.inf}
+"""Percent of loss, above which a measured method warns. With SGD, a long run loses little; see ``few_steps``."""
+_INSTEAD: dict[Optimizer, str] = {
+    "muon": (
+        f"compressor={{'name': 'qsgd', 'bits': 5}} (+{LOSS['qsgd bits=5', 'muon']['none']:g} %), or for fewer bits "
+        "LocalSGDStrategy(sync_every=4, compressor='rotated', average_gradients=...) (+1.5 %): see 'Muon'"
+    ),
+    "adam": (
+        f"compressor='qsgd' (+{LOSS['qsgd', 'adam']['none']:g} %), or for fewer bits "
+        "LocalSGDStrategy(sync_every=8, compressor='rotated') (+1.8 %): see 'Below four bits with AdamW'"
+    ),
+}
+
+
+def warn_beside(settings: RunState, optimizers: Collection[object], module: nn.Module) -> None:
+    """Warn on rank 0 if Muon or an Adam-like optimizer steps parameters whose method costs accuracy beside it."""
+    warn(_costs_beside(settings, optimizers))
     warn(_embeddings_beside_adam(settings, optimizers, module))
 
 
-def _coarse_beside_adam(settings: RunState, optimizers: Iterable[object]) -> str:
-    """Return a warning about a coarse method whose parameters an Adam-like optimizer steps, or nothing."""
-    adaptive = [type(each).__name__ for each in optimizers if kind_of([each]) == "adam"]
-    coarse = [method for method in settings.methods if not method.safe_with_adam]
-    if not adaptive or not coarse:
+def _costs_beside(settings: RunState, optimizers: Iterable[object]) -> str:
+    """Return a warning about a method that costs accuracy with these optimizers, or nothing."""
+    named = {kind_of([each]): type(each).__name__ for each in reversed([*optimizers])}
+    kind: Optimizer | None = "muon" if "muon" in named else "adam" if "adam" in named else None
+    if kind is None:
         return ""
-    lost = loss_of(coarse[0], "adam", settings.compensation(coarse[0]))
-    measured = "may raise the loss; we have not measured it" if lost is None else f"raised the loss by {lost:g} %"
-    return (
-        f"{label(coarse[0])} with {adaptive[0]} {measured}{' in our runs' * (lost is not None)}. Use "
-        f"compressor='qsgd' (+{LOSS['qsgd', 'adam']['none']:g} %), or for fewer bits "
-        "LocalSGDStrategy(sync_every=8, compressor='rotated') (+1.8 %): see 'Below four bits with AdamW' in "
-        "docs/choose.md"
-    )
+    for method in settings.methods:
+        lost = loss_of(method, kind, settings.compensation(method))
+        if lost is None and not method.safe_with_adam:
+            text = f"{label(method)} with {named[kind]} may raise the loss; we have not measured it"
+        elif lost is not None and lost > LEAST[kind]:
+            text = f"{label(method)} with {MEASURED[kind]} raised the loss by {lost:g} % in our runs"
+        else:
+            continue
+        took = "compressor='auto' took " * (settings.chosen is not None and settings.chosen.codec == method)
+        return f"{took}{text}. Use {_INSTEAD[kind]} in docs/choose.md"
+    return ""
 
 
 def _embeddings_beside_adam(settings: RunState, optimizers: Iterable[object], module: nn.Module) -> str:
@@ -66,7 +84,7 @@ def _embeddings_beside_adam(settings: RunState, optimizers: Iterable[object], mo
     A rotation gives all elements of a block an error of the same size, rare rows the same as frequent ones. Adam
     divides it by the root of the small variance of the rare rows, and takes a full step.
     """
-    if kind_of(optimizers) != "adam":
+    if not any(kind_of([each]) == "adam" or "Adam" in type(each).__name__ for each in optimizers):
         return ""
     embeddings = settings.rules.of_kind("embedding")
     for name, parameter in trained_parameters(module):

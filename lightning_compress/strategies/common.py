@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from lightning_compress.core import errors
 from lightning_compress.strategies import sidecar
@@ -42,6 +43,10 @@ class CommonMixin(_Base):
         """Whether the fit is being aborted: other ranks may be gone, so do not wait for them."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
+
+    def _loss_scale(self) -> Tensor | None:
+        """Return the factor of the loss, a scalar; None without a GradScaler."""
+        return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
 
     def meet(self) -> None:
         """Do nothing before a collective of Lightning's; a subclass may first bring all ranks to the same batch."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +27,7 @@ from lightning_compress.strategies.advice import (
     steps_of,
     untested,
     warn,
-    warn_beside_adam,
+    warn_beside,
 )
 from lightning_compress.strategies.common import CommonMixin, accumulation
 from lightning_compress.strategies.compression import CompressionMixin
@@ -95,7 +94,7 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         assert self.lightning_module is not None
         self._compression.stepped_by(self.optimizers)
         if self.world_size > 1:
-            warn_beside_adam(self._compression.settings, self.optimizers, self.lightning_module)
+            warn_beside(self._compression.settings, self.optimizers, self.lightning_module)
 
     def _watch_clipping(self) -> None:
         """Check the gradient clipping that a module does itself, such as in manual optimization."""
@@ -136,9 +135,6 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         self.configure_ddp()
         self.compression.follow(before)
         self._check_optimizers()
-
-    def _loss_scale(self) -> torch.Tensor | None:
-        return getattr(getattr(self.precision_plugin, "scaler", None), "_scale", None)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Pass the epoch to the schedule, and act on a cluster's signals that all ranks know of."""

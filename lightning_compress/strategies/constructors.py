@@ -21,11 +21,18 @@ from lightning_compress.settings.automatic import Automatic
 from lightning_compress.strategies.common import register
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.sidecar import SavedState
+from lightning_compress.strategies.unsupported import check_clipping
 
 LOCAL_STEPS: dict[str, dict[str, Any]] = {
     "local_sgd": {"sync_every": 16, "outer": "average"},
     "post_local_sgd": {"sync_every": 16, "outer": "average", "averaged_steps": 1000},
     "diloco": {"sync_every": 30, "outer": "nesterov"},
+    "muloco": {
+        "sync_every": 30,
+        "outer": {"lr": 0.8, "momentum": 0.9, "nesterov": True},
+        "compressor": {"name": "rotated", "bits": 2},
+        "error_feedback": {"decay": 0.9},
+    },
     "sparseloco": {
         "sync_every": 30,
         "outer": {"lr": 1.0},
@@ -58,6 +65,7 @@ class LocalSGDMixin(PeriodicMixin):
         on_nonfinite: Literal["pass", "skip", "raise"] = "skip",
         check_drift_every: int = 1,
         *,
+        average_gradients: str | dict[str, Any] | Sequence[str | dict[str, Any]] = (),
         exchange: Pattern | str | dict[str, Any] = "auto",
         error_feedback: bool | str | dict[str, Any] | None = None,
         warmup_steps: int | None = None,
@@ -83,6 +91,7 @@ class LocalSGDMixin(PeriodicMixin):
             buffers,
             on_nonfinite,
             check_drift_every,
+            average_gradients,
             exchange=exchange,
             error_feedback=error_feedback,
             warmup_steps=warmup_steps,
@@ -95,9 +104,16 @@ class LocalSGDMixin(PeriodicMixin):
         )
         super().__init__(steps, state, strict_state, **kwargs)
 
+    synchroniser: LocalSGD
+
+    def setup(self, trainer: Any) -> None:
+        """See ``PeriodicStrategy``; also raise if gradient clipping would make averaged gradients differ."""
+        if trainer.state.fn == "fit" and self.synchroniser.averaged.rules:
+            check_clipping(trainer, self.lightning_module)
+        super().setup(trainer)
+
     def _finish_steps(self) -> None:
-        if list(self._counts.values()).count(self.attempts) > 1:
-            self.synchroniser.after_step()  # an optimizer has stepped since the last count, perhaps after a round
+        self._steps.finish()
         super()._finish_steps()
 
     @classmethod

@@ -31,6 +31,7 @@ from lightning_compress.strategies.report import Lines, of_rounds, tell
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.signals import ELSEWHERE, END, EVALUATION
+from lightning_compress.strategies.step_count import StepCount
 from lightning_compress.strategies.unsupported import check_fit, without_wrapper
 
 
@@ -44,6 +45,7 @@ class PeriodicMixin(CommonMixin):
     _swa = False
     """Whether SWA has replaced the rank's model by its average; then only the mean of these averages is useful."""
     _started = _stepping = False
+    _steps: StepCount
     _schedulers: Sequence[Any] = ()
     """Restored states of this rank's learning-rate schedules, until the training starts."""
     _shared: Mapping[str, Tensor] | None = None
@@ -65,7 +67,6 @@ class PeriodicMixin(CommonMixin):
             raise ValueError("state='mean' is not possible, since each rank has its own model: use 'sidecar' or 'none'")
         self.synchroniser = synchroniser
         self._resume = Resume(state, strict_state)
-        self._counts: dict[int, int] = {}
         self._watched: list[Any] = []
 
     @property
@@ -86,7 +87,8 @@ class PeriodicMixin(CommonMixin):
         check_fit(type(self).__name__, trainer, module, bool(self._layer_sync))
         self.synchroniser.may_unfreeze = any("BaseFinetuning" in kinds_of(each) for each in trainer.callbacks)
         self.synchroniser.check(module, ranks, self.root_device)
-        self._trainer, self._shared, self._replaced, self._counts = trainer, None, None, {}
+        self._trainer, self._shared, self._replaced = trainer, None, None
+        self._steps = StepCount(self.synchroniser, self._changed)
         self._started = self._ended = self._swa = False
         self.rendezvous, self._fitting = self._make_rendezvous(trainer), True
         self._resume.begin(ranks, self.root_device)
@@ -137,7 +139,8 @@ class PeriodicMixin(CommonMixin):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's ``training_step``, and keep the batch to recompute BatchNorm's statistics."""
         self._recount.keep(args, kwargs)
-        return super().training_step(*args, **kwargs)
+        with self._steps.batch(len(self.optimizers) > 1):
+            return super().training_step(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Attempt a step, then synchronise if it is time to."""
@@ -146,20 +149,20 @@ class PeriodicMixin(CommonMixin):
 
         def before() -> Any:
             result = closure()
-            self.synchroniser.before_step(optimizer, getattr(self.precision_plugin, "scaler", None) is not None)
+            self.synchroniser.before_step(optimizer, self._loss_scale())
             return result
 
+        self._steps.before(optimizer)
         self._stepping = True
         try:
             output = super().optimizer_step(optimizer, before, model, **kwargs)
         finally:
             self._stepping = False
-        self._shared = None
-        counted = self.attempts
-        count = self._counts[id(optimizer)] = max(self._counts.get(id(optimizer), 0) + 1, counted)
-        if count > counted:  # else another optimizer has counted since this one has stepped
-            self.synchroniser.after_step()
+        self._steps.after(optimizer)
         return output
+
+    def _changed(self) -> None:
+        self._shared = None
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._stepping:
@@ -294,7 +297,7 @@ class PeriodicMixin(CommonMixin):
         if self._started and "optimizer_states" in checkpoint:
             for name in ("optimizer_states", "lr_schedulers"):  # weights_only loading refuses NumPy's numbers
                 checkpoint[name] = plain(checkpoint[name])
-            checkpoint[sidecar.ATTEMPTS] = [self._counts.get(id(optimizer), 0) for optimizer in self.optimizers]
+            checkpoint[sidecar.ATTEMPTS] = self._steps.saved(self.optimizers)
             tree = self._tree()
             if not self.gives_up and self._resume.state != "none":
                 for name in self._resume.frozen_alike(self._frozen(), checkpoint.get("state_dict", {})):
@@ -326,7 +329,7 @@ class PeriodicMixin(CommonMixin):
             return
         synchroniser, resume, device = self.synchroniser, self._resume, self.root_device
         counts = checkpoint.get(sidecar.ATTEMPTS, ())
-        self._counts = dict(zip(map(id, self.optimizers), counts, strict=False))
+        self._steps.load(self.optimizers, counts)
         try:
             tree = resume.restore(lambda: resume.read_own(self.checkpoint_io, checkpoint, synchroniser.method))
         except ValueError as error:

@@ -17,6 +17,7 @@ _REFUSED = {
     "ddp_comm_wrapper": "this strategy has no DistributedDataParallel hook to wrap. Give a compressor instead",
     "model_averaging_period": "this strategy averages models itself. Use its own settings instead",
 }
+_LIGHTNING = ("lightning", "pytorch_lightning")
 
 
 def without_wrapper(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,3 +68,25 @@ def check_fit(name: str, trainer: Any, module: nn.Module, synchronises: bool) ->
                 f"{name} cannot be combined with {type(callback).__name__}, which swaps in an average of each rank's "
                 "own model. Remove it, or use StochasticWeightAveraging"
             )
+
+
+def check_clipping(trainer: Any, module: Any) -> None:
+    """Raise if clipping by a rank's own norm would make averaged gradients differ between the ranks.
+
+    Args:
+        trainer: of the fit.
+        module: the model; its own ``configure_gradient_clipping`` may clip the averaged gradients apart.
+
+    Raises:
+        ValueError: it would.
+    """
+    by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value"  # None: by norm
+    own = not type(module).configure_gradient_clipping.__module__.startswith(
+        ("lightning.pytorch.", "pytorch_lightning.")
+    )
+    if by_norm and not own and module.automatic_optimization:
+        raise ValueError(
+            f"gradient_clip_val={trainer.gradient_clip_val} cannot be combined with average_gradients: each rank would "
+            "clip the averaged gradients by the norm of its own local ones, and train another model. Use "
+            "gradient_clip_algorithm='value', or clip the two apart in the module's configure_gradient_clipping"
+        )

@@ -4,9 +4,12 @@ import json
 import sys
 
 import pytest
+import torch
 
-from benchmarks import optimizers
+from benchmarks import _muon, optimizers
+from benchmarks._language import CharTransformer
 from benchmarks.harness.methods import METHODS
+from lightning_compress.periodic.averaged_gradients import AveragedGradients
 from lightning_compress.settings.run_state import RunState
 from tests.benchmarks.test_error import write_text
 
@@ -34,6 +37,39 @@ def test_runs_are_not_repeated(tmp_path, monkeypatch, capfd):
     optimizers.main()
     assert "1.000" in capfd.readouterr().out
     assert json.loads(results.read_text()) == found
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_a_stage_tunes_then_runs_its_cells_and_none_twice(tmp_path, monkeypatch, capfd):
+    write_text(tmp_path)
+    results = tmp_path / "results.json"
+    methods = ("dense", "4 local steps, the rest averaged")
+    monkeypatch.setattr(_muon, "MODELS", ("decoder",))
+    monkeypatch.setattr(_muon, "STAGES", {"muon": (4, (0,))})
+    monkeypatch.setattr(_muon, "TUNED", 2)
+    monkeypatch.setattr(_muon, "RATES", (0.02, 0.04))
+    monkeypatch.setattr(_muon, "METHODS", {name: _muon.METHODS[name] for name in methods})
+    monkeypatch.setattr(_muon, "BESIDE", ())
+    monkeypatch.setitem(optimizers.RATES, "adamw", (1e-2,))
+    monkeypatch.setattr(sys, "argv", ["optimizers", "--root", str(tmp_path), "--json", str(results), "--stage", "muon"])
+    optimizers.main()
+    found = json.loads(results.read_text())
+    assert len(found) == 2 + 1 + 2
+    assert sum(name.endswith("/4 steps/decoder, 4 ranks, all_gather") for name in found) == 2
+    monkeypatch.setattr(optimizers, "work", None)  # nothing is left to do
+    optimizers.main()
+    assert json.loads(results.read_text()) == found
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_adamw_steps_what_is_averaged_and_muon_the_rest():
+    model = CharTransformer(50)
+    muon, adamw = _muon.MuonAndAdamW(model, 0.02).two
+    assert [each.dim() for each in muon.param_groups[0]["params"]] == [2] * 8  # attention's two, and two, in each layer
+    taken = AveragedGradients(_muon.REST).trained(model).values()
+    assert {*map(id, taken)} == {*map(id, adamw.param_groups[0]["params"])}
 
 
 @pytest.mark.parametrize("name", METHODS)

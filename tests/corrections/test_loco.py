@@ -12,7 +12,7 @@ from lightning_compress.corrections.loco import LoCo
 from lightning_compress.exchanges.message import PRECISE
 from lightning_compress.settings.run_state import RunState
 from tests.corrections.helpers import COMPRESSED, LENGTHS, NAMES, Walker, gradient, named, on_ranks, walk
-from tests.reference.loco import simulate_loco
+from tests.reference.loco import simulate_ecq, simulate_loco
 from tests.strategies.test_resume import Net, fit, fit_only, interrupted
 
 STEPS = 20
@@ -23,20 +23,35 @@ def errors(walker):
     return {name: blocks.decode(each) for name, each in walker.state("loco").items()}
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_it_is_the_papers(size):
-    loco = LoCo(beta=0.1, reset_every=8)
+@pytest.mark.parametrize(("size", "decay"), [(3, 1.0), (4, 1.0), (3, 0.8)])
+def test_it_is_the_papers(size, decay):
+    loco = LoCo(beta=0.1, reset_every=8, decay=decay)
     out, walkers = walk(size, "onebit", STEPS, exchange="all_gather", error_feedback=loco)
     flat = lambda values: torch.cat([named(values)[name] for name in COMPRESSED]).numpy()  # noqa: E731
     gradients = [[flat(gradient(rank, step)) for rank in range(size)] for step in range(STEPS)]
     lengths = [length for name, length in zip(NAMES, LENGTHS, strict=True) if name in COMPRESSED]
-    means, kept = simulate_loco(gradients, lengths, 0.1, 8)
+    means, kept = simulate_loco(gradients, lengths, 0.1, 8, decay)
     for update, mean in zip(out, means, strict=True):
         assert np.quantile(np.abs(flat(update) - mean), 0.999) <= 1e-5 * np.abs(mean).max()
     for walker, own in zip(walkers, kept, strict=True):
         mine = torch.cat([errors(walker)[name] for name in COMPRESSED]).numpy()
         assert np.quantile(np.abs(mine - own), 0.999) <= 1e-5 * np.abs(own).max()
         assert np.abs(own).max() > 0.1
+
+
+@pytest.mark.parametrize(("size", "decay"), [(3, 0.9), (2, 0.5)])
+def test_with_a_decay_it_is_ecq_sgd(size, decay):
+    """By that paper's own rule, to what 8 bits lose of the errors: little beside what the decay changes."""
+    loco = LoCo(beta=0.2, decay=decay, reset_every=None)
+    out, walkers = walk(size, "onebit", STEPS, exchange="all_gather", error_feedback=loco)
+    flat = lambda values: torch.cat([named(values)[name] for name in COMPRESSED]).numpy()  # noqa: E731
+    gradients = [[flat(gradient(rank, step)) for rank in range(size)] for step in range(STEPS)]
+    means, kept = simulate_ecq(gradients, 0.2, decay)
+    others, without = simulate_ecq(gradients, 0.2, 1.0)
+    assert np.linalg.norm(flat(out[-1]) - means[-1]) <= 0.3 * np.linalg.norm(others[-1] - means[-1])
+    for walker, own, other in zip(walkers, kept, without, strict=True):
+        mine = torch.cat([errors(walker)[name] for name in COMPRESSED]).numpy()
+        assert np.linalg.norm(mine - own) <= 0.25 * np.linalg.norm(other - own)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "two_shot"])
@@ -131,7 +146,14 @@ def test_dense_steps_send_no_error_and_keep_it():
         ({"error_feedback": {"name": "loco", "reset_every": 0}}, "reset_every=0"),
         ({"error_feedback": {"name": "loco", "rate": 1}}, "no setting 'rate'"),
         ({"error_feedback": "locos"}, "error_feedback='locos' must be true, false, 'loco'"),
-        ({"error_feedback": {"name": "loco", "decay": 0.5}}, "error_feedback 'loco' has no setting 'decay'"),
+        (
+            {"error_feedback": {"name": "loco", "beta": 0.2, "decay": 0.1}},
+            "LoCo(beta=0.2, decay=0.1): decay must be in",
+        ),
+        ({"error_feedback": {"name": "loco", "decay": 0}}, "decay=0): decay must be in [beta, 1]"),
+        ({"error_feedback": {"name": "loco", "decay": float("nan")}}, "decay=nan): decay must be in [beta, 1]"),
+        ({"error_feedback": {"name": "loco", "decay": True}}, "decay=True): decay must be in [beta, 1]"),
+        ({"error_feedback": {"name": "loco", "decay": 1.5}}, "decay=1.5): decay must be in [beta, 1]"),
         ({"error_feedback": "loco", "compressor": "dgc"}, "counts on a residual"),
         ({"error_feedback": "loco", "compressor": "signsgd"}, "nothing that could be fed back"),
         ({"error_feedback": "loco", "compressor": "auto"}, "chooses among methods that need none"),

@@ -14,8 +14,8 @@ from lightning_compress.collectives.coalesced import mean_of
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.errors import ExchangeError
 from lightning_compress.engine.group import Group
+from lightning_compress.periodic.averaged_gradients import average_gradients
 from lightning_compress.periodic.fragment import Outer
-from lightning_compress.periodic.local_sgd import average_gradients
 from lightning_compress.periodic.sync_schedule import Rounds, split
 from lightning_compress.settings.run_state import RunState
 from tests.periodic.helpers import after, begun
@@ -641,7 +641,7 @@ def test_gradients_in_half_precision_are_summed_in_float32():
     def run(collective):
         parameter = nn.Parameter(torch.ones(1, dtype=torch.float16))
         parameter.grad = torch.full((1,), 40000.0, dtype=torch.float16)
-        dense = average_gradients(torch.optim.SGD([parameter], 0.1), collective)
+        dense = average_gradients([parameter], collective)
         return parameter.grad.dtype, parameter.grad.item(), dense
 
     assert run_threads(2, run) == [(torch.float16, 40000.0, 2)] * 2
@@ -671,5 +671,5 @@ def test_a_rank_that_is_gone_is_an_error_that_says_so():
         with pytest.raises(ExchangeError, match="a rank died"):
             average(parameter)
 
-    run_threads(2, lambda ranks: run(ranks, lambda each: average_gradients(torch.optim.SGD([each]), ranks)))
+    run_threads(2, lambda ranks: run(ranks, lambda each: average_gradients([each], ranks)))
     run_threads(2, lambda ranks: run(ranks, lambda each: mean_of({"a": each}, ranks)))

@@ -18,7 +18,27 @@ def rounded(values):
     return out
 
 
-def simulate_loco(gradients, lengths, beta, reset_every, block=1024):
+def simulate_ecq(gradients, alpha, beta, block=1024):
+    """Average by ECQ-SGD's own rules (arXiv 1806.08054, algorithm 1), in one bit, with errors in float64.
+
+    ``q = Q(g + alpha h)``, then ``h <- beta h + (g - q)``.
+
+    Returns:
+        the means, step by step, and what is fed back at the end, ``alpha h``, by rank.
+    """
+    size, numel = len(gradients[0]), len(gradients[0][0])
+    kept, means = [np.zeros(numel) for _ in range(size)], []
+    for ranks in gradients:
+        mean = np.zeros(numel)
+        for rank, gradient in enumerate(ranks):
+            sent, _ = onebit((gradient + alpha * kept[rank]).astype(np.float32), block)
+            kept[rank] = beta * kept[rank] + (gradient.astype(np.float64) - sent)
+            mean += sent / size
+        means.append(mean)
+    return means, [alpha * each for each in kept]
+
+
+def simulate_loco(gradients, lengths, beta, reset_every, decay=1.0, block=1024):
     """Average ``gradients[step][rank]``, float32 vectors of parameters of these lengths, in one bit.
 
     Returns:
@@ -34,7 +54,7 @@ def simulate_loco(gradients, lengths, beta, reset_every, block=1024):
         for rank, gradient in enumerate(ranks):
             h = gradient + errors[rank]
             sent, left = onebit(h, block)
-            new = np.float32(1 - beta) * errors[rank] + np.float32(beta) * left
+            new = np.float32(decay - beta) * errors[rank] + np.float32(beta) * left
             errors[rank] = np.concatenate([rounded(part) for part in np.split(new, np.cumsum(lengths)[:-1])])
             mean += sent / np.float32(size)
         means.append(mean)

@@ -24,14 +24,18 @@ def of(settings):
 
 
 def test_the_table_is_of_what_there_is():
-    for (name, optimizer), ways in LOSS.items():
-        method = COMPRESSORS[name]()
+    for (label, optimizer), ways in LOSS.items():
+        name, *settings = label.split()
+        method = COMPRESSORS[name](**{each: int(value) for each, value in (pair.split("=") for pair in settings)})
         assert optimizer in KINDS.values()
         assert ways.keys() <= {"none", "loco", "classical"}
         assert loss_of(method, optimizer, automatic(method, optimizer)) == min(ways.values())
 
 
-def test_a_figure_is_of_the_default_settings_only():
+def test_a_figure_is_of_its_settings_only():
+    assert loss_of(COMPRESSORS["qsgd"](bits=5), "muon", "none") < loss_of(COMPRESSORS["qsgd"](), "muon", "none")
+    assert loss_of(COMPRESSORS["qsgd"](bits=6), "muon", "none") is None
+    assert automatic(COMPRESSORS["onebit"](block=64), "muon") == automatic(COMPRESSORS["onebit"](), "muon") == "none"
     assert loss_of(COMPRESSORS["qsgd"](), "adam", "none") == 0.3
     assert loss_of(COMPRESSORS["qsgd"](bits=2), "adam", "none") is None
     assert loss_of(COMPRESSORS["onebit"](), "adam", LoCo(beta=0.3)) == 2.4
@@ -49,9 +53,25 @@ class PagedAdamW8bit(torch.optim.Optimizer):
         super().__init__(WEIGHT, {})
 
 
+class MuonWithAuxAdam(torch.optim.SGD):
+    """As Keller Jordan calls it: one class for both."""
+
+
+class Dion2(PagedAdamW8bit):
+    """Of microsoft/dion; here with a base that has Adam in its name."""
+
+
+class Own2(MuonWithAuxAdam):
+    """A subclass."""
+
+
 @pytest.mark.parametrize(
     ("optimizers", "kind"),
     [
+        ([MuonWithAuxAdam(WEIGHT, 0.1)], "muon"),
+        ([Own2(WEIGHT, 0.1)], "muon"),
+        ([Dion2()], "muon"),
+        ([ADAM, Dion2(), SGD], "muon"),
         ([Own(WEIGHT)], "adam"),
         ([PagedAdamW8bit()], "adam"),
         ([torch.optim.Adagrad(WEIGHT)], None),

@@ -113,7 +113,7 @@ class TwoOptimizers(Net):
 
 def _several():
     trainer, _ = fit(make=TwoOptimizers)
-    return trainer.strategy.attempts, trainer.strategy.synchroniser.met, sorted(trainer.strategy._counts.values())
+    return trainer.strategy.attempts, trainer.strategy.synchroniser.met, sorted(trainer.strategy._steps.steps.values())
 
 
 def test_several_optimizers_in_manual_optimization_count_as_the_most_of_them(pools):

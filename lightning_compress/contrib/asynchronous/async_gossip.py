@@ -157,7 +157,7 @@ class AsyncGossip(Synchroniser):
         """See ``Synchroniser``; nothing has moved yet."""
         self._furthest = self.attempts
 
-    def before_step(self, optimizer: Optimizer, scaled: bool = False) -> None:
+    def before_step(self, optimizer: Optimizer, scale: Tensor | None = None) -> None:
         """See ``Synchroniser``: from here on the optimizer changes the parameters, and nobody reads them."""
         self._method.begin()
 

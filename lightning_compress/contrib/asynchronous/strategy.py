@@ -242,7 +242,7 @@ class AsyncGossipMixin(PeriodicMixin):
         """See ``PeriodicStrategy``; the step is this rank's own."""
         super().load_optimizer_state_dict(checkpoint)
         if self._fitting:
-            self._counts = dict.fromkeys(map(id, self.optimizers), self.attempts)
+            self._steps.load(self.optimizers, [self.attempts] * len(self.optimizers))
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the others why this rank stops."""
