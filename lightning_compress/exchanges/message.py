@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -97,8 +96,8 @@ def room_for(out: Out, pieces: bool = False) -> Tensor:
         out: float32.
         pieces: who writes can write to pieces.
     """
-    if isinstance(out, Tensor) or pieces:
-        return cast(Tensor, out)
+    if pieces or isinstance(out, Tensor):
+        return out  # type: ignore[return-value]  # who writes to pieces says so
     return scratch("one vector", len(out), torch.float32, torch.device("cpu"))
 
 
@@ -137,6 +136,7 @@ class MessagePlan:
         expected_size: expected bytes of a message.
         variable: messages vary in length.
         correlated: ``correlate`` has an effect.
+        draws_alike: ``share`` or ``correlate`` has an effect.
         sum_runs: which bytes to sum, and in which dtype; None if a section cannot be summed.
     """
 
@@ -156,7 +156,9 @@ class MessagePlan:
         self._sharing = [(number, plan) for number, plan in enumerate(plans) if type(plan).share is not Plan.share]
         self._correlated = [section.codec.correlated for section in sections]
         self.correlated = any(self._correlated)
+        self.draws_alike = self.correlated or bool(self._sharing)
         self._fed_back = [section.fed_back for section in sections]
+        self._all_kept = [True] * len(sections)
         self.variable = any(plan.variable for plan in plans)
         marks = next((each.marks for each in sections), None) if marked else None
         rows = marks.of([each for section in sections for each in section.layout.segments]) if marks else ()
@@ -167,6 +169,7 @@ class MessagePlan:
         self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
         self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
         self._ends = [self._header + end for end in accumulate(aligned(plan.message_size) for plan in plans)]
+        self._starts = [[self._header, *self._ends]]  # of all messages alike, unless lengths vary
         self._device, self._numbers = device, numbers
         self.sum_runs = self._find_sum_runs([section.codec.sum_dtype for section in sections])
 
@@ -193,13 +196,7 @@ class MessagePlan:
             whether what encoding leaves is kept.
         """
         spans, plans = zip(*self._parts, strict=True) if self._parts else ((), ())
-        firsts = [self._header, *self._ends][: len(plans)]
-        yield from zip(self._numbers, spans, plans, firsts, self._fed_back, strict=True)
-
-    @property
-    def draws_alike(self) -> bool:
-        """Whether ``share`` or ``correlate`` has an effect."""
-        return self.correlated or bool(self._sharing)
+        yield from zip(self._numbers, spans, plans, self._starts[0][:-1], self._fed_back, strict=True)
 
     @property
     def spans(self) -> list[slice]:
@@ -260,7 +257,7 @@ class MessagePlan:
             Bytes of the message to send.
         """
         source = Source(vector) if source is None else source
-        keeps = [keep or fed_back for fed_back in self._fed_back]
+        keeps = self._all_kept if keep else self._fed_back
         original = source.into(vector).clone() if self._meter.sampling and not all(keeps) else None
         source = source if original is None else Source(vector)
         starts, end = [], self._header
@@ -309,10 +306,9 @@ class MessagePlan:
                 f"messages of {messages.shape[1]} bytes are truncated; their header alone has {self._header}"
             )
         with self._meter.decode:
-            rows = self._starts_of(messages) if self.variable else [[self._header, *self._ends]]
+            rows = self._starts_of(messages) if self.variable else self._starts
             for number, (span, plan) in enumerate(self._parts):
-                starts = [row[number] for row in rows]
-                part = out[span]
+                starts, part = [row[number] for row in rows], out[span]
                 vector = room_for(part, plan.in_pieces and not self.variable)
                 if len(set(starts)) <= 1:  # always so if no earlier section varies
                     start = starts[0] if starts else 0
@@ -371,7 +367,7 @@ def encode_section(plan: Plan, source: Source, rest: Tensor | None, message: Ten
     """Encode a section by its own random stream; see ``Plan.encode_from``. ``number`` is the section's."""
     if type(plan) is not KernelPlan and (tape := program.here.tape):
         tape.refuse("a codec does a part of its work without kernels")
-    plan.encode_from(source, rest, message, _section_key(key, number))
+    plan.encode_from(source, rest, message, _section_key(key, number) if number else key)
 
 
 def _section_key(key: int, number: int) -> int:
