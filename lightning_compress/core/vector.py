@@ -127,7 +127,7 @@ class Vector:
     @property
     def _lies(self) -> bool:
         """Whether kernels for a CPU read the gradients where they lie."""
-        return self.memory.place is not None and self.raw
+        return self.memory.place is not None and self.gradient is None and self.factors is None
 
     def _where_it_lies(self, rest: Tensor, addend: Tensor | None = None) -> Gradients:
         place, codes = self.memory.place, NO_CODES
@@ -157,15 +157,10 @@ class Vector:
         """
         if self._lies:
             self.errors = coded, treated, codes
-        elif self.raw:
+        elif self.gradient is None and self.factors is None:
             self._gather(coded, treated, codes)
         else:
             add_errors(Segments(self.memory.starts, self.memory.sizes, coded, treated), codes, self.whole(), self.flag)
-
-    @property
-    def raw(self) -> bool:
-        """Whether the gradients are in pieces only, and unchanged."""
-        return self.gradient is None and self.factors is None
 
     def rescale(self, factors: Callable[[list[Tensor]], Tensor]) -> None:
         """Multiply the gradients by ``factors(pieces)``, float32 ``[pieces]``: now, or when ``whole`` copies them.
