@@ -10,7 +10,7 @@ from lightning_compress.codecs.codec import Plan, SourcePlan
 from lightning_compress.collectives import LocalCollective, World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.source import Source
+from lightning_compress.core.source import Memory, Source
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import Vector
 from lightning_compress.corrections import CORRECTED, Corrected
@@ -50,7 +50,7 @@ class CorrectedPlan(SourcePlan):
 
     def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
         """See the base class; the gradient, without what is added to it, is corrected first."""
-        given = Vector([source.values], 1 << 20)
+        given = Vector(Memory([source.values], fast=False), 1 << 20)
         given.gradient, given.means = given.pieces[0], [self._means]
         self._correction.before(given)
         self._plan.encode_from(source, rest, message, key)

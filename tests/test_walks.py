@@ -78,7 +78,8 @@ def walk_of_a_step(compressor, exchange, ranks):
         compression = Compression(module, RunState.of(compressor, exchange), collective, unused=False)
         hook, optimizer = ThreadHook(compression, []), torch.optim.SGD(module.parameters(), 0.1)
         loss = torch.ones(1, requires_grad=True)
-        loss.register_hook(lambda _: hook.reduce(None, Bucket(module)) and None)
+        bucket = Bucket(module)  # whose memory stays where it is, as DistributedDataParallel's does
+        loss.register_hook(lambda _: hook.reduce(None, bucket) and None)
 
         def step():
             compression.before_backward()
@@ -102,7 +103,7 @@ def walk_of_a_step(compressor, exchange, ranks):
 
 @pytest.mark.parametrize(
     ("compressor", "exchange", "ranks", "files", "most"),
-    [("topk", "all_gather", 2, 25, 67), ("rotated", "all_gather", 2, 21, 66), ("onebit", "two_shot", 4, 27, 96)],
+    [("topk", "all_gather", 2, 18, 47), ("rotated", "all_gather", 2, 18, 50), ("onebit", "two_shot", 4, 20, 70)],
 )
 def test_a_gradient(compressor, exchange, ranks, files, most):
     found = walk_of_a_step(compressor, exchange, ranks)

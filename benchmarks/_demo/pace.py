@@ -17,8 +17,8 @@ from lightning_compress import Compression
 from lightning_compress.collectives import Collective, CountingCollective, TorchCollective
 from lightning_compress.collectives.collective import Operation, Overlapping, Wait
 from lightning_compress.collectives.counting import Meter, all_reduce_bytes
+from lightning_compress.collectives.turns import TurnCollective
 from lightning_compress.engine.hook import Background
-from lightning_compress.engine.lanes import TurnCollective
 
 
 class Wire:

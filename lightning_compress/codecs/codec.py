@@ -166,10 +166,11 @@ class Plan(ABC):
 
 
 class SourcePlan(Plan):
-    """A plan that reads its numbers once, by ``encode_from``."""
+    """A plan that reads its numbers once, by ``encode_from``, and trusts exchanges that they give it what fits."""
 
     def encode(self, vector: Tensor, message: Tensor, key: int) -> None:
         """See ``Plan.encode``."""
+        self.check(vector, message)
         self.encode_from(Source(vector), vector, message, key)
 
     @abstractmethod
@@ -278,7 +279,6 @@ class KernelPlan(SourcePlan):
 
     def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
         """See ``Plan.encode_from``."""
-        self.check(rest, message)
         if self.layout.numel:
             self.kernel.encode(source, rest, message, self.stream(key))
 

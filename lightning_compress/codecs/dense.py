@@ -65,7 +65,6 @@ class _DensePlan(SourcePlan):
 
     def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
         """See ``Plan.encode_from``."""
-        self.check(rest, message)
         source.into(message.view(torch.float32))
         if rest is not None:
             rest.zero_()

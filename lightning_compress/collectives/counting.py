@@ -221,7 +221,10 @@ class CountingCollective(Collective):
         self._count(_BYTES["all_reduce"](tensor, self.size), self._inner.all_reduce, tensor, operation)
 
     def begin(self, name: Overlapping, *arguments: Any) -> Wait:
-        """Count the bytes when it begins; its time is the time spent waiting for it."""
+        """Count the bytes when it begins; its time is the time spent waiting for it, if it overlaps with anything."""
+        if type(self._inner).begin is Collective.begin:  # it does not overlap with anything
+            getattr(self, name)(*arguments)
+            return _at_once
         begun = _Begun(self._meter, _BYTES[name](arguments[0], self.size))
         if not (tape := program.here.tape):
             begun.begin(partial(self._inner.begin, name, *arguments))
@@ -248,6 +251,10 @@ class CountingCollective(Collective):
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """Return this rank's part, counted in the same meter."""
         return CountingCollective(self._inner.part(ranks), self._meter)
+
+
+def _at_once() -> None:
+    """Wait for a collective that was over when it began."""
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress import kernels
+from lightning_compress.core.blocks import Segments, table
 
 NOTHING = np.empty(0, np.float32)
 """What kernels for a CPU get in place of an array that is not there."""
-_NO_CODES = np.empty(0, np.uint8)
+NO_CODES = np.empty(0, np.uint8)
 _WHOLE = np.array([[0, 0, 2**62, -1, -1, 0]], np.int64)
 """The row of a vector that is one piece; see ``blocks.table``."""
 
@@ -74,14 +77,10 @@ class Source:
         written = self.spare if rest is None else rest
         return (self.values, second, written), self.addend is not None, rest is not None
 
-    @property
-    def arrays(self) -> tuple[Place, Any, Any]:
-        """The source as kernels for a CPU read it; see ``source_numba.py``."""
-        return place_of(self.values), NOTHING if self.addend is None else self.addend.numpy(), _NO_CODES
-
     def feed(self, kernel: Callable[..., int], *arguments: Any) -> None:
         """Call a CPU kernel whose first argument is the source, and which returns ``source_numba.largest`` of it."""
-        kernel(self.arrays, *arguments)
+        addend = NOTHING if self.addend is None else self.addend.numpy()
+        kernel((place_of(self.values), addend, NO_CODES), *arguments)
 
 
 class Pieces:
@@ -103,73 +102,86 @@ class Pieces:
             return self
         return Pieces((numbers, rows, begin + span.start, span.stop - span.start))
 
-    @property
-    def arrays(self) -> list[Any]:
-        """What lies in one piece each, float32 ``[n]``, in order."""
-        numbers, rows, begin, numel = self.place
-        ends = np.minimum(rows[:, 1] + rows[:, 2], begin + numel) - rows[:, 1]
-        starts = np.maximum(rows[:, 1], begin) - rows[:, 1]
-        spans = zip((rows[:, 0] + starts).tolist(), (rows[:, 0] + ends).tolist(), strict=True)
-        return [numbers[start:end] for start, end in spans if start < end]
-
     def copy_(self, values: Tensor) -> None:
         """Write float32 ``values [numel]``."""
         kernel().store(self.place, 0, values.numpy())
 
 
 class Gradients(Source):
-    """Gradients in pieces, plus an addend and coded errors.
+    """Gradients where they lie, plus an addend and coded errors.
 
     Args:
         pieces: where they lie.
         spare: see ``Source``.
-        tensors: of each gradient in the vector's order, the tensors whose sum is zero if all are zero.
-        check: is told the largest magnitude of what was read, and returns whether it may be sent.
         addend: see ``Source``.
         codes: uint8 array, of errors that are added where the pieces' rows say so; see ``blocks.table``.
+        most: the largest magnitude that may be sent, as the bits of a float32.
+        spoil: called if a larger one was read.
     """
 
     def __init__(
-        self,
-        pieces: Pieces,
-        spare: Tensor,
-        tensors: Mapping[int, Sequence[Tensor]],
-        check: Callable[[int], bool],
-        addend: Tensor | None = None,
-        codes: Any = _NO_CODES,
+        self, pieces: Pieces, spare: Tensor, addend: Tensor | None, codes: Any, most: int, spoil: Callable[[], None]
     ) -> None:
-        super().__init__(spare, addend, spare)
-        self._pieces, self._tensors, self._check, self._codes = pieces, tensors, check, codes
+        self.values, self.addend, self.spare = spare, addend, spare
+        self._pieces, self._codes, self._most, self._spoil = pieces, codes, most, spoil
+        self._arrays = pieces.place, NOTHING if addend is None else addend.numpy(), codes
 
     def part(self, span: slice) -> Gradients:
         """See ``Source``."""
-        if (pieces := self._pieces[span]) is self._pieces:
+        if span.start == 0 and span.stop == self._pieces.place[3]:
             return self
         addend = None if self.addend is None else self.addend[span]
-        return Gradients(pieces, self.spare[span], self._tensors, self._check, addend, self._codes)
+        return Gradients(self._pieces[span], self.spare[span], addend, self._codes, self._most, self._spoil)
 
     def into(self, out: Tensor | None) -> Tensor:
         """See ``Source``; zeros if a gradient is not finite."""
         out = self.spare if out is None else out
-        return out if self._check(kernel().load(self.arrays, 0, len(self._pieces), out.numpy())) else out.zero_()
-
-    def terms(self, span: slice) -> list[Tensor]:
-        """See ``Source``; of a whole gradient."""
-        return [*self._tensors[span.start], *([] if self.addend is None else [self.addend[span]])]
-
-    @property
-    def arrays(self) -> tuple[Place, Any, Any]:
-        """See ``Source``."""
-        return self._pieces.place, NOTHING if self.addend is None else self.addend.numpy(), self._codes
+        if kernel().load(self._arrays, 0, self._pieces.place[3], out.numpy()) > self._most:
+            self._spoil()
+            out.zero_()
+        return out
 
     def feed(self, kernel: Callable[..., int], *arguments: Any) -> None:
         """See ``Source``; what is not finite spoils the vector."""
-        self._check(kernel(self.arrays, *arguments))
+        if kernel(self._arrays, *arguments) > self._most:
+            self._spoil()
 
 
+@cache
 def kernel() -> Any:
-    """Return the kernels for a CPU."""
-    return kernels.backend(__name__, torch.device("cpu"), "numba")
+    """Return the kernels for a CPU, which whoever has pieces was told to use."""
+    return import_module(f"{__name__}_numba")
+
+
+class Memory:
+    """Where the gradients of a group's parameters lie, which is mostly the same place in every step.
+
+    Args:
+        pieces: of parameters that are not empty: one-dimensional, contiguous, of one dtype.
+        fast: kernels for a CPU may read them there.
+
+    Attributes:
+        pieces: as given.
+        sizes: the elements of each.
+        starts: the first element of each in a vector.
+        bucket: where they lie if they fill one piece of memory.
+        place: the same for float32 pieces and kernels for a CPU.
+    """
+
+    def __init__(self, pieces: list[Tensor], fast: bool) -> None:
+        self.pieces = pieces
+        self.sizes = tuple(each.numel() for each in pieces)
+        *starts, self.numel = accumulate(self.sizes, initial=0)
+        self.starts, self.bucket = tuple(starts), adjacent(pieces)
+        here = fast and self.bucket is not None and pieces[0].dtype == torch.float32
+        nothing = (-1,) * len(pieces)
+        self.place = self.placed(nothing, nothing) if here else None
+
+    def placed(self, coded: tuple[int, ...], treated: tuple[int, ...]) -> Pieces:
+        """Return where they lie, with errors to add; see ``blocks.Segments``."""
+        assert self.bucket
+        rows = table(Segments(self.bucket.places, self.sizes, coded, treated), None, self.pieces[0].device)
+        return Pieces((self.bucket.whole().numpy(), rows.numpy(), 0, self.numel))
 
 
 @dataclass(frozen=True)

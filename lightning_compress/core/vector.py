@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import accumulate, repeat
+from functools import cache
+from itertools import repeat
 from types import ModuleType
 from typing import cast
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.core import blocks, source
 from lightning_compress.core.blocks import Segments, table
-from lightning_compress.core.source import NOTHING, Adjacent, Gradients, Pieces, Source, adjacent
+from lightning_compress.core.source import NO_CODES, NOTHING, Gradients, Memory, Pieces, Source
 from lightning_compress.core.told import Opening, Rows, Told
 from lightning_compress.core.workspace import pieces, scratch
 from lightning_compress.kernels import program
@@ -34,20 +34,19 @@ class Vector:
     gradients themselves calls ``whole``, which copies them into one vector.
 
     Args:
-        pieces: the gradients of parameters that are not empty: one-dimensional, contiguous, of one dtype. Each becomes
-            its mean over the ranks, or another input of the optimizer.
+        memory: where the gradients are. Each becomes its mean over the ranks, or another input of the optimizer.
         step: number of committed steps.
         scale: the factor of the loss, float32 scalar, or None.
-        draws: key parts for random numbers, equal on all ranks.
         left_out: names of parameters whose gradients on this rank are still the means of the pass before.
         limit: a larger magnitude counts as not finite.
         dense: slices that are sent uncompressed.
         in_place: some ranks may average in place in this pass, without any stage.
         marked: the exchange tells other ranks what is unused on this one.
-        fast: kernels of ``kernel_of``, on a CPU.
         fused: kernels of ``kernel_of``, on an accelerator.
+        draws: key parts for random numbers, equal on all ranks.
 
     Attributes:
+        pieces: the gradients of parameters that are not empty: one-dimensional, contiguous, of one dtype.
         flag: float32 scalar, 0.0, or NaN if a gradient is not finite; after the exchange, of any rank.
         nonfinite: indices of the pieces that were not finite; always empty on an accelerator, because reading them
             would wait for the device.
@@ -55,7 +54,7 @@ class Vector:
             the copy.
         factors: function of the pieces that returns the factor of each, if they were not multiplied yet; or None.
         errors: the arguments of ``add_errors``, if what reads the gradients adds them.
-        source: what is averaged; None before a stage called ``send``.
+        source: what is averaged; None before ``send``.
         rest: float32 ``[numel]``, memory for what this rank does not send, which it holds after the exchange.
         means: float32, the means, in pieces.
         mean: float32 ``[numel]``, the means as one vector; None if they are not contiguous.
@@ -67,17 +66,17 @@ class Vector:
         told: messages whose heads are read then, too, for the flag and in place of ``rows.used``; or None.
     """
 
-    pieces: list[Tensor]
+    memory: Memory
     step: int = 0
     scale: Tensor | None = None
-    draws: tuple[int, ...] = (0,)
     left_out: Collection[str] = frozenset()
     limit: float = torch.inf
     dense: Sequence[slice] = ()
     in_place: bool = False
     marked: bool = False
-    fast: ModuleType | None = None
     fused: ModuleType | None = None
+    draws: tuple[int, ...] = (0,)
+    nonfinite: list[int] = field(default_factory=list)
     gradient: Tensor | None = None
     factors: Callable[[list[Tensor]], Tensor] | None = None
     errors: tuple[tuple[int, ...], tuple[int, ...], Tensor] | None = None
@@ -93,22 +92,21 @@ class Vector:
     rest: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.pieces = self.memory.pieces
         self.device = self.pieces[0].device
         self.flag = new_flag(self.device)
-        self.sizes = tuple(each.numel() for each in self.pieces)
-        self.nonfinite: list[int] = []
 
     def take(self, name: str) -> Tensor:
         """Return float32 ``[numel]`` of undefined content, shared by all vectors under this name; see ``scratch``."""
-        return scratch(name, sum(self.sizes), torch.float32, self.device)
+        return scratch(name, self.memory.numel, torch.float32, self.device)
 
     def whole(self) -> Tensor:
         """Return ``gradient``, the gradients as one vector; the first call copies them."""
         if self.gradient is None:
-            if gradients := self._gradients(self.take("gradient")):
-                self.gradient = gradients.into(None)
+            if self._lies:
+                self.gradient = self._where_it_lies(self.take("gradient")).into(None)
             else:
-                nothing = (-1,) * len(self.sizes)
+                nothing = (-1,) * len(self.pieces)
                 self._gather(nothing, nothing, self.pieces[0].new_empty(0, dtype=torch.uint8))
             if self.factors:
                 self.rescale(self.factors)
@@ -121,29 +119,35 @@ class Vector:
             rest: see the class; None: scratch memory, or that of ``gradient``.
             addend: float32 ``[numel]``, or None.
         """
-        if gradients := self._gradients(self.take("gradient") if rest is None else rest, addend):
-            self.source, self.rest = gradients, gradients.spare
+        if self._lies:
+            self.rest = self.take("gradient") if rest is None else rest
+            self.source = self._where_it_lies(self.rest, addend)
         else:
             self.rest = self.whole() if rest is None else rest
             self.source = Source(self.whole(), addend, self.rest)
 
-    def _gradients(self, rest: Tensor, addend: Tensor | None = None) -> Gradients | None:
-        """Return what is sent, if kernels for a CPU read it where it lies."""
-        if not self.raw or self.in_memory is None:
-            return None
-        terms = {start: [piece] for start, piece in zip(self.starts, self.pieces, strict=True)}
-        if not self.errors:
-            return Gradients(self.in_memory, rest, terms, self._check, addend)
-        coded, treated, codes = self.errors
-        for (start, size), code in zip(zip(self.starts, self.sizes, strict=True), coded, strict=True):
-            terms[start] += [codes[code : code + size]] * (code >= 0)
-        return Gradients(self._placed(coded, treated), rest, terms, self._check, addend, codes.numpy())
+    @property
+    def _lies(self) -> bool:
+        """Whether kernels for a CPU read the gradients where they lie."""
+        return self.memory.place is not None and self.gradient is None and self.factors is None
 
-    def _check(self, largest: int) -> bool:
-        """Note whether gradients with this largest magnitude, given as the bits of a float32, may be averaged."""
-        if not (allowed := self.allows(largest)):
-            self.spoil()
-        return allowed
+    def _where_it_lies(self, rest: Tensor, addend: Tensor | None = None) -> Gradients:
+        place, codes = self.memory.place, NO_CODES
+        if self.errors:
+            *treated, coded = self.errors
+            place, codes = self.memory.placed(*treated), coded.numpy()
+        assert place is not None
+        return Gradients(place, rest, addend, codes, _most(self.limit), self.spoil)
+
+    def terms(self, number: int, span: slice) -> list[Tensor]:
+        """Return tensors that are zero if what is sent of a piece is, by its number and its slice of the vector."""
+        assert self.source
+        if not isinstance(self.source, Gradients):
+            return self.source.terms(span)
+        terms = [self.pieces[number], *([] if self.source.addend is None else [self.source.addend[span]])]
+        if self.errors and (code := self.errors[0][number]) >= 0:
+            terms.append(self.errors[2][code : code + self.memory.sizes[number]])
+        return terms
 
     def add_errors(self, coded: tuple[int, ...], treated: tuple[int, ...], codes: Tensor) -> None:
         """Add errors that are kept in 8 bits to the gradients, in the pass that reads them if nothing did yet.
@@ -153,17 +157,12 @@ class Vector:
             treated: see ``blocks.Segments``.
             codes: uint8, of all errors.
         """
-        if self.raw and self.in_memory is not None:
+        if self._lies:
             self.errors = coded, treated, codes
-        elif self.raw:
+        elif self.gradient is None and self.factors is None:
             self._gather(coded, treated, codes)
         else:
-            add_errors(Segments(self.starts, self.sizes, coded, treated), codes, self.whole(), self.flag)
-
-    @property
-    def raw(self) -> bool:
-        """Whether the gradients are in pieces only, and unchanged."""
-        return self.gradient is None and self.factors is None
+            add_errors(Segments(self.memory.starts, self.memory.sizes, coded, treated), codes, self.whole(), self.flag)
 
     def rescale(self, factors: Callable[[list[Tensor]], Tensor]) -> None:
         """Multiply the gradients by ``factors(pieces)``, float32 ``[pieces]``: now, or when ``whole`` copies them.
@@ -175,33 +174,10 @@ class Vector:
             gradients, self.factors = self.split(self.gradient), None
             torch._foreach_mul_(gradients, list(factors(gradients).unbind()))
 
-    @cached_property
-    def bucket(self) -> Adjacent | None:
-        """Where the pieces lie if they fill one piece of memory."""
-        return adjacent(self.pieces)
-
-    @cached_property
-    def in_memory(self) -> Pieces | None:
-        """Where float32 pieces lie that fill one piece of a CPU's memory; None without kernels that read them there."""
-        if not self.fast or self.pieces[0].dtype != torch.float32 or not self.bucket:
-            return None
-        nothing = (-1,) * len(self.sizes)
-        return self._placed(nothing, nothing)
-
-    def _placed(self, coded: tuple[int, ...], treated: tuple[int, ...]) -> Pieces:
-        assert self.bucket
-        rows = table(Segments(self.bucket.places, self.sizes, coded, treated), None, self.device)
-        return Pieces((self.bucket.whole().numpy(), rows.numpy(), 0, self.bucket.numel))
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The first element of each piece in a vector."""
-        return tuple(accumulate(self.sizes, initial=0))[:-1]
-
     def _gather(self, coded: tuple[int, ...], treated: tuple[int, ...], codes: Tensor) -> None:
         """Copy the gradients to ``gradient``, zeros if one is not finite, and add the errors."""
         self.gradient = out = self.take("gradient")
-        together, segments = self.bucket, Segments(self.starts, self.sizes, coded, treated)
+        together, segments = self.memory.bucket, Segments(self.memory.starts, self.memory.sizes, coded, treated)
         if self.fused and together:
             segments = segments._replace(sources=together.places)
             heads = self.opening, self.marks, self.factor, self.looked
@@ -214,7 +190,7 @@ class Vector:
 
     def allows(self, largest: int) -> bool:
         """Return whether gradients with this largest magnitude, given as the bits of a float32, may be averaged."""
-        return largest < _INFINITE and largest <= int(np.float32(self.limit).view(np.int32))
+        return largest <= _most(self.limit)
 
     def spoil(self) -> None:
         """Note on a CPU that a gradient is not finite, before anything is written to the gradients."""
@@ -226,7 +202,7 @@ class Vector:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Split a vector into parts as long as the pieces."""
-        return list(vector.split(self.sizes))
+        return list(vector.split(self.memory.sizes))
 
     def sends_all(self, span: slice) -> bool:
         """Whether this slice is sent uncompressed, without error."""
@@ -242,9 +218,9 @@ class Vector:
 
     def out(self) -> Tensor | Pieces:
         """Return where to write the means: over the gradients if that is possible, else to one vector."""
-        if self.in_memory is not None:
+        if self.memory.place is not None:
             self.means = self.pieces
-            return self.in_memory
+            return self.memory.place
         self.mean = self.take("mean" if self.rest.data_ptr() == self.take("gradient").data_ptr() else "gradient")
         self.means = self.split(self.mean)
         return self.mean
@@ -254,8 +230,8 @@ class Vector:
         if self.scale is None and self.pieces[0].dtype == torch.float16:  # a residual can exceed its range
             torch._foreach_clamp_min_(self.means, -_LARGEST_HALF)
             torch._foreach_clamp_max_(self.means, _LARGEST_HALF)
-        if self.fused and self.mean is not None and (together := self.bucket):
-            places = together.places, self.sizes
+        if self.fused and self.mean is not None and (together := self.memory.bucket):
+            places = together.places, self.memory.sizes
             first = together.first
             self.fused.scatter(self.mean, *places, self.flag, first, self.rows, self.told, self.factor)
             return
@@ -264,6 +240,12 @@ class Vector:
         poison(self.means if self.mean is None else [self.mean], self.flag)
         if self.means is not self.pieces:
             torch._foreach_copy_(self.pieces, self.means)
+
+
+@cache
+def _most(limit: float) -> int:
+    """Return the bits of the largest float32 that is finite and not above a limit."""
+    return min(int(np.float32(limit).view(np.int32)), _INFINITE - 1)
 
 
 _FLAGS = 256

@@ -47,25 +47,26 @@ class Workspace:
     @contextmanager
     def used(self) -> Iterator[None]:
         """Use this workspace for all ``scratch`` calls of this thread inside the context."""
-        before = use(self)
+        before, here.workspace = here.workspace, self
         try:
             yield
         finally:
-            use(before)
+            here.workspace = before
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.workspace = Workspace()
+    workspace: Workspace | None = None
 
 
-_local = _Local()
+here = _Local()
+"""Has the workspace of all ``scratch`` calls of this thread; None before the first of them."""
 
 
-def use(workspace: Workspace) -> Workspace:
-    """Use a workspace for all ``scratch`` calls of this thread from now on, and return the one before."""
-    before, _local.workspace = _local.workspace, workspace
-    return before
+def current() -> Workspace:
+    """Return the workspace that this thread uses."""
+    if here.workspace is None:
+        here.workspace = Workspace()
+    return here.workspace
 
 
 def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -81,17 +82,12 @@ def scratch(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> 
         dtype: of the elements; one dtype per name.
         device: of the memory.
     """
-    return _local.workspace.take(name, numel, dtype, device)
-
-
-def current() -> Workspace:
-    """Return the workspace that this thread uses."""
-    return _local.workspace
+    return current().take(name, numel, dtype, device)
 
 
 def release(*names: str) -> None:
     """Free the scratch memory of these names, or all of it, except what plans hold."""
-    _local.workspace.release(*names)
+    current().release(*names)
 
 
 def pieces(numel: int, size: int) -> Iterator[slice]:

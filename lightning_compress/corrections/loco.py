@@ -108,7 +108,7 @@ class LoCoPlan(Stage):
     def after(self, vector: Vector) -> None:
         """Update the errors by what was not sent: nothing of what no rank uses."""
         sent, beta, decay = vector.rest, self._settings.beta, self._settings.decay
-        segments = Segments(vector.starts, self._sizes, self._coded, self._treated(vector))
+        segments = Segments(vector.memory.starts, self._sizes, self._coded, self._treated(vector))
         bits = Bits.of(vector.rows, vector.told) if vector.rows else None
         blocks.blend(segments, self._state.base(), decay - beta, sent, beta, self._state.pending, bits)
         if not self._alone:

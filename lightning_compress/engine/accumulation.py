@@ -48,6 +48,10 @@ class Arrived(NamedTuple):
     adds_up: bool
 
 
+_FIRST = Arrived({}, frozenset(), adds_up=False)
+"""No pass of these steps came before, and no output was other than a mean."""
+
+
 class Passes:
     """The backward passes of the current steps.
 
@@ -139,13 +143,16 @@ class Passes:
             names: of the parameters.
             averages: whether the method's output is a mean.
         """
+        self._averaged.update(names)
+        if averages and not self._no_means and self.open.isdisjoint(names):  # ``_looked`` has names of open steps only
+            self.open.update(names)
+            return _FIRST
         missing = [name for name in names if name in self.open and name not in self._looked]
         kept = {name: self._holds(name) for name in missing}
         kept |= {name: self._looked.pop(name) for name in names if name in self._looked}
         for counts in kept.values():
             if isinstance(counts, Tensor):  # made on the stream of backward
                 counts.record_stream(torch.cuda.current_stream(counts.device))
-        self._averaged.update(names)
         self.open.update(names)
         left_out = frozenset(name for name in missing if name in self._hooks and kept[name] is not False)
         return Arrived(kept, left_out, self._adds_up(names, averages))

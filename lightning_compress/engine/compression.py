@@ -17,9 +17,9 @@ from lightning_compress.core.state_dict import StateDict
 from lightning_compress.engine import checks
 from lightning_compress.engine.accumulation import FiniteGuard, Passes
 from lightning_compress.engine.drift import DriftGuard
-from lightning_compress.engine.group import RESIDUAL, Group
-from lightning_compress.engine.groups import Groups
-from lightning_compress.engine.lanes import Lanes
+from lightning_compress.engine.group import Group
+from lightning_compress.engine.group_plan import RESIDUAL
+from lightning_compress.engine.groups import Groups, Lanes
 from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
 from lightning_compress.planning.summary import RunSummary
 from lightning_compress.settings.compensation import kind_of
@@ -95,8 +95,7 @@ class Compression:
         self.groups = Groups(parameters, self.lanes, unused, caps)
         self.finite = FiniteGuard(self.device, settings)
         self._passes = Passes(parameters, accumulates, self.optimizers.all_owned)
-        self._last_state: StateDict | None = None
-        self._last_norm: float | None = None
+        self._last: tuple[StateDict, float] | None = None  # at the end: the state, and the norm of the residuals
         self._stepped, self.active, self.run_summary = True, False, RunSummary()
         self.closing = ExitStack()  # the last one first, and all of them if one raises
         self.closing.callback(self._passes.close)
@@ -123,7 +122,7 @@ class Compression:
                 self._begin_pass(names)
             if self._stepped:
                 self._begin_step()
-            sent_by_ddp, parts = self.groups.of(bucket, self.settings)
+            sent_by_ddp, parts = self.groups.by_bucket.get(bucket) or self.groups.of(bucket, self.settings)
             self.meter.bytes_dense += sent_by_ddp
             for group, places in parts:
                 with group.lane:
@@ -210,8 +209,8 @@ class Compression:
 
         Each rank saves its own to its own file. Later steps reuse the tensors' memory: save or copy it at once.
         """
-        if self._last_state is not None:
-            return self._last_state
+        if self._last is not None:
+            return self._last[0]
         running = kept_of(self.settings, self.next_settings, self._scheduled)
         states = [(group.bucket_names, group.states) for group in self.groups.all]
         rates, rank = self.optimizers.rates, self._collective.rank
@@ -292,7 +291,8 @@ class Compression:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Commit the residuals of the optimizer's parameters, unless a gradient was not finite."""
-        if not (names := self.optimizers.owned(optimizer)) or self.finite.refused:
+        names = self.optimizers.stepping.pop(optimizer, None) or self.optimizers.owned(optimizer)
+        if not names or self.finite.refused:
             return
         first = not self._stepped  # a step may have several optimizers, or an optimizer inside another one
         rejected = self.finite.rejected(optimizer, names, first)
@@ -373,7 +373,7 @@ class Compression:
             gradient plus residual. Now: ``residual_norm``, including the errors that LoCo keeps. In total:
             ``total_bytes_sent``, ``total_bytes_dense``, ``steps``, ``nonfinite_steps``.
         """
-        norm = self.groups.residual_norm() if self._last_norm is None else self._last_norm
+        norm = self.groups.residual_norm() if self._last is None else self._last[1]
         nonfinite = self.finite.count if self._stepped else self.finite.count + self.finite.found()
         return self.meter.read() | {"residual_norm": norm, "nonfinite_steps": float(nonfinite)}
 
@@ -391,9 +391,8 @@ class Compression:
 
         Afterwards ``state_dict`` returns the last state, on the CPU, and ``stats`` the last figures.
         """
-        if self.active and self._last_state is None:
-            self._last_state = state_dict.moved(self.state_dict(), torch.device("cpu"))
-            self._last_norm = self.groups.residual_norm()
+        if self.active and self._last is None:
+            self._last = state_dict.moved(self.state_dict(), torch.device("cpu")), self.groups.residual_norm()
         unwatch(self)
         self.closing.close()
         for each in (self._at_load, self.groups, self.lanes):

@@ -1,24 +1,28 @@
-"""The groups of a model: which groups a bucket consists of, also after DistributedDataParallel rebuilt its buckets."""
+"""The groups of a model, also after DistributedDataParallel rebuilt its buckets, and the lanes that average them."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from math import hypot, prod
 
 import torch
 from torch import Tensor
 
 from lightning_compress.codecs import Dense
-from lightning_compress.collectives import Collective
-from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.collectives import Collective, CountingCollective, OrderedCollective, World
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
+from lightning_compress.collectives.turns import TurnCollective
 from lightning_compress.core import state_dict
 from lightning_compress.core.errors import listed
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import squares
 from lightning_compress.core.workspace import release
-from lightning_compress.engine.group import LOCO, MEMORY, Group
-from lightning_compress.engine.lanes import Lanes
+from lightning_compress.engine.group import MEMORY, Group, Lane
+from lightning_compress.engine.group_plan import LOCO
 from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger(__name__)
@@ -26,6 +30,50 @@ log = logging.getLogger(__name__)
 Parts = tuple[int, list[tuple[Group, list[int]]]]
 """Of a bucket: the bytes that stock DistributedDataParallel sends for it; its groups, and where in it each one's
 parameters are."""
+
+
+class Lanes:
+    """All lanes of a model: while the messages of one travel, another computes.
+
+    Each has a transport and scratch memory of its own. Gloo matches collectives by their order, so that a lane's groups
+    are averaged one after the other, in the order of the buckets on every rank. Between lanes no order is needed.
+
+    Args:
+        transports: the same ranks over a transport for each lane.
+        meter: counts what all of them send.
+        ordered: add floating-point numbers in rank order.
+
+    Attributes:
+        all: the lanes.
+        turn: what the thread holds that computes.
+    """
+
+    def __init__(self, transports: Sequence[Collective], meter: Meter, ordered: bool) -> None:
+        self.turn = threading.RLock()
+        if ordered:
+            transports = [OrderedCollective(each) for each in transports]
+        if len(transports) > 1:
+            transports = [TurnCollective(each, self.turn) for each in transports]
+        worlds = [World(CountingCollective(each, meter), meter.device, meter) for each in transports]
+        self.all = [Lane(world, self.turn) for world in worlds]
+        self._turns = itertools.cycle(self.all)
+
+    def next(self) -> Lane:
+        """Return the lane of a new group: each in turn, so that neighbours have different ones."""
+        return next(self._turns)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Have all lanes for oneself inside the context; while waiting for them, others have the turn."""
+        with ExitStack() as stack:
+            for lane in self.all:
+                stack.enter_context(lane)
+            yield
+
+    def clear(self) -> None:
+        """Free the scratch memory."""
+        for lane in self.all:
+            lane.workspace.release()
 
 
 class Groups:

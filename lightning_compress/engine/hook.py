@@ -94,6 +94,9 @@ class Workers:
             average: is given what to call as soon as the next bucket may begin.
             done: always called, after it.
         """
+        # thread 1:  | start of 1 | rest of 1 .............. | start of 3 | rest of 3 ...
+        # thread 2:               | start of 2 | rest of 2 .............. | start of 4 | ...
+        # a start waits until the one before it is over, whichever thread that is in; the rest goes on beside others
         before, started = self._started, threading.Event()
 
         def work() -> None:
@@ -258,9 +261,10 @@ class ThreadHook(Hook):
         return future
 
     def _wait(self) -> None:
-        start = time.perf_counter()
+        start, meter = time.perf_counter(), self._compression.meter
         self._workers.wait()
-        self._compression.meter.waited(start)
+        if meter.sampling:
+            meter.waited(start)
 
 
 def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

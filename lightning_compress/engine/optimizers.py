@@ -45,12 +45,14 @@ class Optimizers:
     Attributes:
         rates: the last learning rate of each parameter, by name.
         complete: whether all optimizers were seen.
+        stepping: names of the parameters of each optimizer that is about to step.
     """
 
     def __init__(self, names: Mapping[int, str], frozen: Mapping[int, str]) -> None:
         self._names = names
         self._frozen = frozen
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.stepping: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()
         self._logged: set[str] = set()
         self.rates: dict[str, float] = {}
         self.complete = False
@@ -66,7 +68,7 @@ class Optimizers:
         return {name for each in self._seen for name in self.owned(each)} if self.complete else None
 
     def see(self, optimizer: Optimizer) -> None:
-        """Remember the optimizer if it steps any of the model's parameters.
+        """Remember the optimizer, which is about to step, if it steps any of the model's parameters.
 
         Raises:
             ValueError: it would step a parameter that is not averaged.
@@ -79,8 +81,9 @@ class Optimizers:
                 "on_fit_start, not in setup) and set find_unused_parameters=True, or start another fit when you "
                 "unfreeze them"
             )
-        if optimizer not in self._seen and self.owned(optimizer):
+        if owned := self.owned(optimizer):
             self._seen.add(optimizer)
+            self.stepping[optimizer] = owned
 
     def take_over(self, optimizer: Optimizer, workers: Sequence[Worker]) -> list[str]:
         """Let each worker check that the optimizer does not repeat its work; return new log lines.

@@ -158,9 +158,8 @@ class Unused(Stage):
 
     def _find(self, blocks: Sequence[Block], mask: Tensor, vector: Vector) -> None:
         """Write 0 where what is sent is zero, and 1 elsewhere."""
-        assert vector.source
         for block, part in zip(blocks, _split(mask, blocks), strict=True):
-            terms = [term.view(block.rows, -1) for term in vector.source.terms(block.segment.span)]
+            terms = [term.view(block.rows, -1) for term in vector.terms(block.number, block.segment.span)]
             if block.rows > 1 or part.device.type != "cpu":
                 part.copy_(torch.stack([(rows.amax(1) != 0) | (rows.amin(1) != 0) for rows in terms]).any(0))
             else:  # the first element is mostly nonzero
@@ -306,7 +305,7 @@ class FusedUnused(Unused):
             super()._clear(blocks, mask, vector, mixed)
             return
         table = self._tables[id(blocks)]
-        if (self._later(vector) or not self._states) and vector.fused and vector.bucket:
+        if (self._later(vector) or not self._states) and vector.fused and vector.memory.bucket:
             # whoever writes the means zeroes these, and LoCo takes what was not sent of them for zeros
             if mixed:
                 pieces = len(vector.pieces)

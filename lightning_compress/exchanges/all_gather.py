@@ -63,7 +63,8 @@ class _Plan(ExchangePlan):
         late = self.tells and len(self._parts) == 1 and not self._parts[0][0].variable
         for number, (plan, own, all_messages) in enumerate(self._parts):
             part_key = mix(key, number) if number else key
-            plan.agree(part_key, rank, size)
+            if plan.draws_alike:
+                plan.agree(part_key, rank, size)
             plan.head.written = self.opened
             message = own.all[0]
             used = plan.encode(vector, message, mix(part_key, rank), flag, False, source, late)

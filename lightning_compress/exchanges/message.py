@@ -8,11 +8,11 @@ section begins where the previous one ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,8 +97,8 @@ def room_for(out: Out, pieces: bool = False) -> Tensor:
         out: float32.
         pieces: who writes can write to pieces.
     """
-    if isinstance(out, Tensor) or pieces:
-        return cast(Tensor, out)
+    if pieces or isinstance(out, Tensor):
+        return out  # type: ignore[return-value]  # who writes to pieces says so
     return scratch("one vector", len(out), torch.float32, torch.device("cpu"))
 
 
@@ -122,6 +122,24 @@ class SumRun:
     stop: int
 
 
+class Part(NamedTuple):
+    """A section of a message that is not empty.
+
+    Attributes:
+        number: its place among all sections that were given.
+        span: its slice of the vector.
+        plan: encodes and decodes it.
+        first: its first byte in a message, unless lengths vary.
+        fed_back: what encoding leaves is kept.
+    """
+
+    number: int
+    span: slice
+    plan: Plan
+    first: int
+    fed_back: bool
+
+
 class MessagePlan:
     """Encodes sections of a vector into one message, and decodes messages.
 
@@ -133,10 +151,12 @@ class MessagePlan:
         marked: the sections' marks travel in the head, because ranks get messages as they were sent, not summed.
 
     Attributes:
+        parts: its sections.
         size: bytes of a message; the maximum if lengths vary.
         expected_size: expected bytes of a message.
         variable: messages vary in length.
         correlated: ``correlate`` has an effect.
+        draws_alike: ``share`` or ``correlate`` has an effect.
         sum_runs: which bytes to sum, and in which dtype; None if a section cannot be summed.
     """
 
@@ -149,62 +169,39 @@ class MessagePlan:
         marked: bool = False,
     ) -> None:
         self._meter = meter
-        numbers = [number for number, section in enumerate(sections) if section.layout.numel]
-        sections = [sections[number] for number in numbers]
+        given = [(number, section) for number, section in enumerate(sections) if section.layout.numel]
+        sections = [section for _, section in given]
         plans = [section.codec.plan(section.layout, device, summands) for section in sections]
-        self._parts = [(section.span, plan) for section, plan in zip(sections, plans, strict=True)]
-        self._sharing = [(number, plan) for number, plan in enumerate(plans) if type(plan).share is not Plan.share]
-        self._correlated = [section.codec.correlated for section in sections]
-        self.correlated = any(self._correlated)
-        self._fed_back = [section.fed_back for section in sections]
         self.variable = any(plan.variable for plan in plans)
-        marks = next((each.marks for each in sections), None) if marked else None
-        rows = marks.of([each for section in sections for each in section.layout.segments]) if marks else ()
-        sums = {section.codec.sum_dtype for section in sections}
-        summed = sections[0].codec.sum_dtype if sections and None not in sums and not marked else None
-        self.head = Head(len(plans) * self.variable, summed or torch.float32, device, marks, rows)
-        self._header = self.head.size
-        self.size = self._header + sum(aligned(plan.message_size) for plan in plans)
-        self.expected_size = self._header + sum(aligned(plan.expected_size) for plan in plans)
-        self._ends = [self._header + end for end in accumulate(aligned(plan.message_size) for plan in plans)]
-        self._device, self._numbers = device, numbers
+        self.head = _head_of(sections, device, len(plans) * self.variable, marked)
+        first, *ends = accumulate((aligned(plan.message_size) for plan in plans), initial=self.head.size)
+        self.size = ends[-1] if ends else first
+        self.expected_size = first + sum(aligned(plan.expected_size) for plan in plans)
+        self.parts = [
+            Part(number, section.span, plan, start, section.fed_back)
+            for (number, section), plan, start in zip(given, plans, [first, *ends][: len(plans)], strict=True)
+        ]
+        self._sharing = [(number, plan) for number, plan in enumerate(plans) if type(plan).share is not Plan.share]
+        self._correlated = [(number, plans[number]) for number, each in enumerate(sections) if each.codec.correlated]
+        self.correlated, self.draws_alike = bool(self._correlated), bool(self._correlated or self._sharing)
         self.sum_runs = self._find_sum_runs([section.codec.sum_dtype for section in sections])
 
     def _find_sum_runs(self, dtypes: Sequence[torch.dtype | None]) -> tuple[SumRun, ...] | None:
         runs: list[SumRun] = []
-        start = self._header
-        for dtype, (_, plan) in zip(dtypes, self._parts, strict=True):
+        for dtype, part in zip(dtypes, self.parts, strict=True):
             if dtype is None:
                 return None
-            end = start + aligned(plan.message_size)
+            end = part.first + aligned(part.plan.message_size)
             if runs and runs[-1].dtype == dtype:
                 runs[-1] = SumRun(dtype, runs[-1].start, end)
             else:
-                runs.append(SumRun(dtype, start if runs else 0, end))
-            start = end
+                runs.append(SumRun(dtype, part.first if runs else 0, end))
         return tuple(runs) or (SumRun(torch.float32, 0, ALIGNMENT),)
-
-    @property
-    def parts(self) -> Iterator[tuple[int, slice, Plan, int, bool]]:
-        """Yield what is known of each section that is not empty, unless lengths vary.
-
-        Yields:
-            its place among all that were given, its slice of the vector, its plan, its first byte in a message, and
-            whether what encoding leaves is kept.
-        """
-        spans, plans = zip(*self._parts, strict=True) if self._parts else ((), ())
-        firsts = [self._header, *self._ends][: len(plans)]
-        yield from zip(self._numbers, spans, plans, firsts, self._fed_back, strict=True)
-
-    @property
-    def draws_alike(self) -> bool:
-        """Whether ``share`` or ``correlate`` has an effect."""
-        return self.correlated or bool(self._sharing)
 
     @property
     def spans(self) -> list[slice]:
         """The sections' slices of the vector."""
-        return [span for span, _ in self._parts]
+        return [part.span for part in self.parts]
 
     def share(self, key: int) -> None:
         """Draw the random values that all ranks share.
@@ -225,9 +222,8 @@ class MessagePlan:
             place: this rank's position among ``places`` ranks.
             places: how many ranks take part in the mean.
         """
-        for number, ((_, plan), correlated) in enumerate(zip(self._parts, self._correlated, strict=True)):
-            if correlated:
-                plan.correlate(_section_key(key, number), place, places)
+        for number, plan in self._correlated:
+            plan.correlate(_section_key(key, number), place, places)
 
     def agree(self, key: int, rank: int, size: int) -> None:
         """Call ``share``, and ``correlate`` over all ranks in a random order."""
@@ -260,35 +256,32 @@ class MessagePlan:
             Bytes of the message to send.
         """
         source = Source(vector) if source is None else source
-        keeps = [keep or fed_back for fed_back in self._fed_back]
-        original = source.into(vector).clone() if self._meter.sampling and not all(keeps) else None
+        kept = keep or all(part.fed_back for part in self.parts)
+        original = source.into(vector).clone() if self._meter.sampling and not kept else None
         source = source if original is None else Source(vector)
-        starts, end = [], self._header
+        starts, end = [], self.size
         with self._meter.encode:
-            for number, (span, plan) in enumerate(self._parts):
-                part, rest = message[end : end + plan.message_size], vector[span] if keeps[number] else None
-                encode_section(plan, source.part(span), rest, part, key, number)
-                starts.append(end)
+            for number, (_, span, plan, first, fed_back) in enumerate(self.parts):
+                start = end if self.variable and number else first
+                rest = vector[span] if keep or fed_back else None
+                encode_section(plan, source.part(span), rest, message[start : start + plan.message_size], key, number)
+                starts.append(start)
                 if self.variable:
                     used = plan.used
-                    end += aligned(used)
-                    message[starts[-1] + used : end] = 0  # clear the rest of an earlier, longer message
-                else:
-                    end = self._ends[number]
+                    end = start + aligned(used)
+                    message[start + used : end] = 0  # clear the rest of an earlier, longer message
             self.head.write(message, flag, late)  # a source may find only now that it is not finite
             if self.variable:
-                lengths = torch.tensor([plan.used for _, plan in self._parts], dtype=torch.int64)
+                lengths = torch.tensor([part.plan.used for part in self.parts], dtype=torch.int64)
                 message[LENGTHS : LENGTHS + LENGTH * len(lengths)].view(torch.int64).copy_(lengths)
         if original is not None:
-            self._subtract_sent(original, vector, message, starts, keeps)
+            self._subtract_sent(original, vector, message, starts, keep)
         return end
 
-    def _subtract_sent(
-        self, original: Tensor, vector: Tensor, message: Tensor, starts: list[int], keeps: list[bool]
-    ) -> None:
+    def _subtract_sent(self, original: Tensor, vector: Tensor, message: Tensor, starts: list[int], keep: bool) -> None:
         """Compute the encoding error of sections whose codec did not leave it, because this step measures it."""
-        for (span, plan), start, kept in zip(self._parts, starts, keeps, strict=True):
-            if not kept:
+        for (_, span, plan, _, fed_back), start in zip(self.parts, starts, strict=True):
+            if not (keep or fed_back):
                 vector[span] = original[span]
                 plan.decode(message[None, start : start + plan.used], vector[span], -1.0, accumulate=True)
 
@@ -304,15 +297,14 @@ class MessagePlan:
         Raises:
             ValueError: messages are truncated or their lengths are invalid; see also ``Plan.decode``.
         """
-        if messages.shape[1] < self._header or messages.shape[1] % ALIGNMENT:
+        if messages.shape[1] < self.head.size or messages.shape[1] % ALIGNMENT:
             raise ValueError(
-                f"messages of {messages.shape[1]} bytes are truncated; their header alone has {self._header}"
+                f"messages of {messages.shape[1]} bytes are truncated; their header alone has {self.head.size}"
             )
         with self._meter.decode:
-            rows = self._starts_of(messages) if self.variable else [[self._header, *self._ends]]
-            for number, (span, plan) in enumerate(self._parts):
-                starts = [row[number] for row in rows]
-                part = out[span]
+            rows = self._starts_of(messages) if self.variable else []
+            for number, (_, span, plan, first, _) in enumerate(self.parts):
+                starts, part = [row[number] for row in rows] if self.variable else [first], out[span]
                 vector = room_for(part, plan.in_pieces and not self.variable)
                 if len(set(starts)) <= 1:  # always so if no earlier section varies
                     start = starts[0] if starts else 0
@@ -326,12 +318,12 @@ class MessagePlan:
 
     def _starts_of(self, messages: Tensor) -> list[list[int]]:
         """Return, for each message of variable length, where its sections begin and where the last one ends."""
-        words = messages[:, LENGTHS : LENGTHS + LENGTH * len(self._parts)].contiguous().view(torch.int64)
+        words = messages[:, LENGTHS : LENGTHS + LENGTH * len(self.parts)].contiguous().view(torch.int64)
         ends = []
-        for row in words.view(len(messages), len(self._parts)).tolist():
-            end = [self._header]
-            for length, (_, plan) in zip(row, self._parts, strict=True):
-                if not 0 <= length <= plan.message_size or end[-1] + length > messages.shape[1]:
+        for row in words.view(len(messages), len(self.parts)).tolist():
+            end = [self.head.size]
+            for length, part in zip(row, self.parts, strict=True):
+                if not 0 <= length <= part.plan.message_size or end[-1] + length > messages.shape[1]:
                     raise ValueError(f"a message is damaged: it claims a section of {length} bytes")
                 end.append(end[-1] + aligned(length))
             ends.append(end)
@@ -346,8 +338,16 @@ class MessagePlan:
 
     def zero_nonfinite(self, vector: Tensor, flag: Tensor) -> None:
         """Apply ``zero_nonfinite`` to each section of a vector of sums."""
-        for span, _ in self._parts:
+        for span in self.spans:
             zero_nonfinite(vector[span], flag)
+
+
+def _head_of(sections: Sequence[Section], device: torch.device, lengths: int, marked: bool) -> Head:
+    marks = next((each.marks for each in sections), None) if marked else None
+    rows = marks.of([each for section in sections for each in section.layout.segments]) if marks else ()
+    sums = [section.codec.sum_dtype for section in sections]
+    summed = sums[0] if sums and None not in sums and not marked else None
+    return Head(lengths, summed or torch.float32, device, marks, rows)
 
 
 def zero_nonfinite(vector: Tensor, flag: Tensor) -> None:
@@ -371,7 +371,7 @@ def encode_section(plan: Plan, source: Source, rest: Tensor | None, message: Ten
     """Encode a section by its own random stream; see ``Plan.encode_from``. ``number`` is the section's."""
     if type(plan) is not KernelPlan and (tape := program.here.tape):
         tape.refuse("a codec does a part of its work without kernels")
-    plan.encode_from(source, rest, message, _section_key(key, number))
+    plan.encode_from(source, rest, message, _section_key(key, number) if number else key)
 
 
 def _section_key(key: int, number: int) -> int:

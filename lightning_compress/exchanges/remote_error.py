@@ -19,13 +19,14 @@ UNREADABLE = "received a message that it cannot read; see its own error"
 
 
 class DeferredError:
-    """The first error of this rank in a step, raised only after all ranks know of it; false while there is none."""
+    """The first error of this rank in a step, raised only after all ranks know of it.
+
+    Attributes:
+        own: the error, or None.
+    """
 
     def __init__(self) -> None:
-        self._error: ValueError | None = None
-
-    def __bool__(self) -> bool:
-        return self._error is not None
+        self.own: ValueError | None = None
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -33,11 +34,11 @@ class DeferredError:
         try:
             yield
         except ValueError as error:
-            self._error = self._error or error
+            self.own = self.own or error
 
     def mark(self, flag: Tensor) -> None:
         """Make the flag of the next message infinite if there is an error."""
-        if self:
+        if self.own:
             flag.fill_(torch.inf)
 
     def check(self, failed: Iterable[bool]) -> None:
@@ -52,12 +53,7 @@ class DeferredError:
 
     def raise_or(self, message: str) -> NoReturn:
         """Raise this rank's own error, or ValueError with ``message`` if it has none."""
-        raise self._error or ValueError(message)
-
-    def raise_own(self) -> None:
-        """Raise this rank's error, if there is one. Call it once all ranks were sent the mark."""
-        if self._error:
-            raise self._error
+        raise self.own or ValueError(message)
 
 
 def flags_of(messages: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class _Plan(ExchangePlan):
     description = "two_shot"
 
     def __init__(self, parts: Sequence[_Part], world: World) -> None:
-        self._parts = parts
+        self._parts, self._error = parts, DeferredError()
         self._own = [span for part in parts for span in part.own.spans]
         size = world.collective.size
         self.cost = parts[0].lengths + Cost(
@@ -144,16 +144,18 @@ class _Plan(ExchangePlan):
         source = Source(vector) if source is None else source
         for span in self._own:  # encoded only after the others' are added
             source.part(span).into(vector[span])
-        error, late = DeferredError(), self.tells and len(self._parts) == 1 and self._parts[0].at_once
+        error, late = self._error, self.tells and len(self._parts) == 1 and self._parts[0].at_once
         keys = [mix(key, number) if number else key for number in range(len(self._parts))]
         with_keys = list(zip(self._parts, keys, strict=True))
+        error.own = None
         waits = [part.send(source, vector, part_key, flag, self.opened) for part, part_key in with_keys]
         for number, (part, part_key) in enumerate(with_keys):
             waits[number]()
             waits[number] = part.send_sum(vector, part_key, flag, error, late)
         for part, wait in zip(self._parts, waits, strict=True):
             wait()
-            error.raise_own()  # by now, every rank was sent the mark
+            if error.own:  # by now, every rank was sent the mark
+                raise error.own
             self.told = part.read_sums(out, flag, late)
         for part in self._parts:
             part.check(flag, error)
@@ -228,11 +230,12 @@ class _Part:
         used = 0
         places = permutation(key, size) if self._correlated else []
         for peer, shard in enumerate(self._shards):
-            for plan in {shard, self._sums[peer]}:
-                plan.share(mix(key, peer))
+            shard.share(mix(key, peer))
+            if not self.same:
+                self._sums[peer].share(mix(key, peer))
             if peer != rank:
                 if self._correlated:  # without the owner, who adds its values unencoded
-                    shard.correlate(mix(key, peer), places[rank] - (places[rank] > places[peer]), size - 1)
+                    shard.correlate(mix(key, peer), _place_without(peer, rank, places), size - 1)
                 message = self._send.all[peer, : shard.size]
                 used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, source))
         width = self._width(self._widest, used)
@@ -347,13 +350,15 @@ class _Together:
     ) -> None:
         """Add what arrived to the own shard, and begin its sum's message: what kernels add, they also check."""
         fold = self._heads.told(own_sum, flag, late)
-        with error.deferred():
+        try:
             self._added.decode(received, vector, 1.0, True, fold)
+        except ValueError as problem:  # other ranks wait for this rank's next message
+            error.own = error.own or problem
         if self._passed:
             self._passed.run(received, vector, fold)
         if self._folds:
             self._heads.fold(received, vector, fold)
-        if error:
+        if error.own:
             error.mark(flag)
             self._heads.report(own_sum, flag)
 
@@ -367,6 +372,11 @@ class _Together:
             self._heads.read(received, flag)
         self._sums.decode(received, out, weight, accumulate=False)
         return Told(received, self._bits, 1) if late else None
+
+
+def _place_without(peer: int, rank: int, places: Sequence[int]) -> int:
+    """Return the place of a rank when another one has left, so that those behind move up."""
+    return sorted(place for other, place in enumerate(places) if other != peer).index(places[rank])
 
 
 def _on_cpu(device: torch.device) -> bool:

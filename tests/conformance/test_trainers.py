@@ -99,7 +99,7 @@ def _several(order):
     answers = {}
     for name in order:
         answers[name] = outcome(*train(name))["parameters"]
-    watching = [each for each in _listeners if each.active and each._last_state is not None]
+    watching = [each for each in _listeners if each.active and each._last is not None]
     return answers, len(watching)
 
 

@@ -62,7 +62,7 @@ def test_dense_steps_are_sgd_with_momentum(size, nesterov):
 
 def test_where_auto_finds_dense_cheaper_nothing_is_forgotten():
     out, walkers = walk(2, DGC(density=0.9), STEPS, exchange={"name": "auto", "fallback": "dense"})
-    plan, places = walkers[0].group.plan(0), walkers[0].group._compressed
+    plan, places = walkers[0].group.plan(0), walkers[0].group._plan.compressed
     assert all(plan.is_dense(place) for place in places)
     check_sgd(2, out)
 

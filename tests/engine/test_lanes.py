@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_compress import attach
 from lightning_compress.collectives import LocalCollective
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.collectives.turns import TurnCollective, given
 from lightning_compress.engine import attach as attaching
+from lightning_compress.engine.groups import Lanes
 from lightning_compress.engine.hook import Workers
-from lightning_compress.engine.lanes import Lanes, Turn, TurnCollective
 
 
 def _trained(compressor, lanes, steps=4, **settings):
@@ -75,7 +76,7 @@ def test_the_same_bits_as_in_one_lane(pools, compressor, settings):
 
 
 def test_whoever_waits_gives_the_turn():
-    turn, begun, free = Turn(), threading.Event(), threading.Event()
+    turn, begun, free = threading.RLock(), threading.Event(), threading.Event()
 
     class Slow(LocalCollective):
         def all_reduce(self, tensor, operation="sum"):
@@ -94,7 +95,7 @@ def test_whoever_waits_gives_the_turn():
     free.set()
     thread.join(10)
     assert not thread.is_alive()
-    with turn, turn.given():
+    with turn, given(turn):
         pass
 
 

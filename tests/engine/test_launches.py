@@ -96,7 +96,7 @@ def test_a_step_of_resnet50():
 @pytest.mark.parametrize("method", SHARDED)
 def test_calls_hardly_grow_with_the_ranks(method, device):
     few, many = (sum(calls(method, "two_shot", ranks, device, recorded=False)) for ranks in (2, 32))
-    assert many <= 1.1 * few
+    assert many <= few + 2 * 30  # at most two for each further rank
 
 
 def test_the_page_has_these_counts():

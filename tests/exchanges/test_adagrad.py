@@ -102,7 +102,7 @@ def test_dense_steps_go_on_from_the_same_history():
         assert (named(out[5])[name] - expected).abs().max() <= 1e-5
     relative = (out[5] - mean[5] / history.sqrt()).norm() / out[5].norm()
     assert 0.1 < relative < 1
-    assert all(walker.group.plan(0).is_dense(place) for walker in walkers for place in walker.group._compressed)
+    assert all(walker.group.plan(0).is_dense(place) for walker in walkers for place in walker.group._plan.compressed)
 
 
 def test_history_and_residual_follow_the_shards():

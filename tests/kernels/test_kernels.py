@@ -9,7 +9,7 @@ from lightning_compress.codecs import CODECS
 from lightning_compress.collectives import World, run_threads
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.source import Source
+from lightning_compress.core.source import Memory, Source
 from lightning_compress.core.vector import Vector, kernel_of
 from lightning_compress.corrections.correction import zero_where_zero
 from lightning_compress.engine.group import Group
@@ -89,7 +89,7 @@ def test_sums_in_pieces(damaged, both):
         whole, memory = torch.ones(2, LAYOUT.numel)
         pieces = [memory[span] for span in (slice(segment.offset, segment.end) for segment in LAYOUT.segments)]
         plan.decode(messages, whole, 1 / 4, accumulate=False)
-        out = Vector(pieces, fast=kernel_of(CPU)).in_memory or memory
+        out = Memory(pieces, kernel_of(CPU)).place or memory
         plan.decode(messages, out, 1 / 4, accumulate=False)
         return whole, memory
 
@@ -106,7 +106,7 @@ def test_adding_gradients(bad, both):
         gradients = memory.split([each.numel for each in LAYOUT.segments])
         if bad is not None:
             gradients[1][3] = bad
-        vector, pending = Vector(list(gradients), fast=kernel_of(CPU)), torch.empty(LAYOUT.numel)
+        vector, pending = Vector(Memory(list(gradients), kernel_of(CPU))), torch.empty(LAYOUT.numel)
         vector.send(pending, committed)
         return vector.source.into(pending), bool(vector.flag.isnan()), memory + committed
 
@@ -201,7 +201,7 @@ def test_copying_gradients(bad):
         gradients[0][3] = bad
     joined = torch.cat(gradients)
     for pieces in (gradients, joined.split([1000, 0, 37])):  # in memory of their own, and side by side
-        vector, sent = (Vector([each for each in pieces if len(each)], fast=kernel_of(CPU)) for _ in range(2))
+        vector, sent = (Vector(Memory([each for each in pieces if len(each)], kernel_of(CPU))) for _ in range(2))
         assert vector.whole().equal(joined.nan_to_num(0.0, 0.0, 0.0) * (bad is None))
         sent.send()
         assert sent.source.into(torch.full_like(joined, 7.0)).equal(vector.whole())
@@ -216,7 +216,7 @@ def test_gradients_are_read_in_parts(limit):
         pytest.skip("numba is not installed")
     memory, addend = torch.arange(-2.0, 98.0).clamp(max=3.0), torch.randn(100)
     pieces = [memory[60:], memory[:5], memory[5:60]]
-    vector = Vector(pieces, limit=limit, fast=kernel_of(CPU))
+    vector = Vector(Memory(pieces, kernel_of(CPU)), limit=limit)
     vector.send(torch.empty(100), addend)
     expected = torch.cat(pieces) + addend
     for span in (slice(0, 7), slice(7, 41), slice(41, 45), slice(45, 100)):

@@ -6,6 +6,7 @@ import torch
 from lightning_compress.collectives import LocalCollective, World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Memory
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import Vector
 from lightning_compress.corrections import DGC
@@ -25,7 +26,7 @@ def _steps(choice, nesterov, device, by):
     found = []
     for number in range(2):
         gradient = torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(number)).to(device)
-        vector = Vector(list(gradient.split([2103, 10])), number)
+        vector = Vector(Memory(list(gradient.split([2103, 10])), fast=False), number)
         plan.before(vector)
         gradient = vector.whole()
         states["velocity"].touch()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Memory
 from lightning_compress.core.state import State
 from lightning_compress.core.vector import Vector, clean, kernel_of, poison
 
@@ -151,7 +152,7 @@ def test_gradients_are_gathered_and_means_scattered(order, bad, dtype, device, b
         parts = list(memory.split([sizes[place] for place in order or (0, 1, 2)]))
         pieces = [parts[(order or (0, 1, 2)).index(place)] for place in range(3)]
         pieces = pieces if order else [each.clone() for each in pieces]
-        vector = Vector(pieces, limit=1e4, fused=kernel_of(where, "triton"))
+        vector = Vector(Memory(pieces, fast=False), limit=1e4, fused=kernel_of(where, "triton"))
         whole = vector.whole().clone()
         vector.send()
         vector.out().copy_(2 * whole)

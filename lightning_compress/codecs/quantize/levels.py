@@ -196,13 +196,12 @@ class LevelPlan(SourcePlan):
 
     def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
         """See ``Plan.encode_from``."""
-        self.check(rest, message)
-        stream, body, keep = self.stream(key), message[self._body :], rest is not None
+        (key, offset), body, keep = self._shared or (key, 0), message[self._body :], rest is not None
         for piece, places in zip(self._pieces, self._places, strict=True):
             given, norms = source.part(piece.elements), self._norms[piece.blocks]
             left = rest[piece.elements] if rest is not None else None
             if self._fast and piece.kernel_arguments is not None:
-                random = np.uint64(word_state(stream.key, piece.numbers.start)), np.int16(stream.offset)
+                random = np.uint64(word_state(key, piece.numbers.start)), np.int16(offset)
                 inputs = *piece.kernel_arguments, self._quantiser.top, self._largest, *random
                 outputs = body.numpy(), places, norms.numpy(), NOTHING if left is None else left.numpy()
                 given.feed(self._fast.encode, *inputs, *outputs)
@@ -211,7 +210,7 @@ class LevelPlan(SourcePlan):
             numbers = self.forward(part, piece)
             sent, factors = fit(self.norms_of(numbers), self._quantiser.top, self._largest)
             norms.copy_(sent.view(-1))
-            numbers = self._quantiser.encode(numbers, factors, piece.numbers, stream, body)
+            numbers = self._quantiser.encode(numbers, factors, piece.numbers, Stream(key, offset), body)
             if keep:
                 part.sub_(self.inverse(numbers.mul_(self._quantiser.steps(sent)), piece))
         message[: self._header] = self._norms.view(torch.uint8)
@@ -221,7 +220,7 @@ class LevelPlan(SourcePlan):
         """See ``Plan.decode``."""
         self.check(out, messages)
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
-        steps = self._quantiser.steps(norms).mul_(weight).view(len(messages), len(self._norms))
+        steps = self._quantiser.steps(norms).mul_(weight).view(messages.shape[0], self._norms.shape[0])
         bodies = messages[:, self._body :]
         for piece, places in zip(self._pieces, self._places, strict=True):
             piece_steps = steps[:, piece.blocks]

@@ -80,13 +80,12 @@ class SignPlan(SourcePlan):
 
     def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
         """See ``Plan.encode_from``."""
-        self.check(rest, message)
         others = self._others
-        given = source.spare[others]
-        if len(given):
+        if others.stop:
             given = source.part(others).into(None if rest is None else rest[others])
-        for piece in pieces(len(given), self._chunk):  # a block may end within a byte
-            pack(given[piece] >= 0, message[self._packed(slice(others.start + piece.start, others.start + piece.stop))])
+            for piece in pieces(len(given), self._chunk):  # a block may end within a byte
+                part = slice(others.start + piece.start, others.start + piece.stop)
+                pack(given[piece] >= 0, message[self._packed(part)])
         for blocks, elements, packed, by_kernel in self._pieces:
             values = self._values[:, blocks]
             if by_kernel:
@@ -94,8 +93,8 @@ class SignPlan(SourcePlan):
                 left = NOTHING if rest is None else rest[elements].numpy()
                 own.feed(self._move, words, values.numpy(), left)
             else:
-                part = given[elements.start - others.start : elements.stop - others.start]
-                move_values(part.view(values.shape[1], -1), values)
+                rows = given[elements.start - others.start : elements.stop - others.start]
+                move_values(rows.view(values.shape[1], -1), values)
         message[: self._header] = self._values.view(torch.uint8).view(-1)
         message[self._header : self._bits] = 0
 
@@ -103,7 +102,7 @@ class SignPlan(SourcePlan):
         """See ``Plan.decode``."""
         self.check(out, messages)
         header = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1)
-        values = header.view(torch.float32).view(len(messages), *self._values.shape).mul_(weight)
+        values = header.view(torch.float32).view(messages.shape[0], *self._values.shape).mul_(weight)
         high, low = values[:, 0], values[:, 1] if values.shape[1] == 2 else -values[:, 0]
         for blocks, elements, packed, by_kernel in self._pieces:
             if by_kernel:

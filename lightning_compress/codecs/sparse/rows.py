@@ -110,7 +110,6 @@ class _RowsPlan(SourcePlan):
     def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
         """See ``Plan.encode_from``."""
         vector, keep = source.into(rest), rest is not None
-        self.check(vector, message)
         if not self._blocks:
             return
         counts = self._mark(vector)

@@ -1,8 +1,10 @@
-"""Selection of the k elements of largest magnitude, without sorting on a CPU."""
+"""Selection of the k elements of largest magnitude, without sorting on a CPU, and messages of them as they are."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_compress import kernels
+from lightning_compress.codecs.codec import SourcePlan
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import Pieces, Source, place_of
 from lightning_compress.core.workspace import CHUNK, scratch
 
+LARGEST = torch.finfo(torch.float16).max
 SMALL = 4096
 """Up to this length, no sample is taken."""
 TAIL = 400
@@ -215,3 +220,97 @@ class Choice:
             slots = slice(filled, filled + k)
             self._selector.select(vector, part, key, indices[slots], values[slots])
             filled += k
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The format of a message with int32 positions, then float32 or float16 values.
+
+    Args:
+        most: number of elements that are sent.
+        dtype: dtype of the values. For float16 the number of slots is rounded up to an even number.
+    """
+
+    most: int
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        """Number of slots."""
+        return self.most + (self.most % 2 if self.dtype == torch.float16 else 0)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a message."""
+        return (4 + self.dtype.itemsize) * self.count
+
+    def of(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the positions and the values of a message, or of each row of messages."""
+        if not self.count:  # an empty row may be unaligned
+            return message.new_empty(0, dtype=torch.int32), message.new_empty(0, dtype=self.dtype)
+        middle = 4 * self.count
+        return message[..., :middle].view(torch.int32), message[..., middle:].view(self.dtype)
+
+
+class FloatsPlan(SourcePlan):
+    """Sends elements in ``Slots``, by tensor operations and CPU kernels.
+
+    Args:
+        layout: layout of the vectors.
+        device: device of the vectors.
+        choice: chooses the elements.
+        slots: format of a message.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, choice: Choice, slots: Slots) -> None:
+        super().__init__(layout)
+        self._choice, self._slots, self.message_size = choice, slots, slots.size
+        segments = [range(segment.offset, segment.end) for segment in layout.segments if segment.numel]
+        self._fast = kernels.backend(f"{__package__}.topk", device, "numba")
+        self.in_pieces = self._fast is not None and [part for part, _ in choice.parts] == segments
+        ends = list(accumulate((k for _, k in choice.parts), initial=0))
+        rows = [(part.start, part.stop, *slots) for (part, _), slots in zip(choice.parts, pairwise(ends), strict=True)]
+        self._parts = np.array(rows, np.int64).reshape(-1, 4)
+        rounded = slots.count if slots.dtype == torch.float16 else 0
+        self._floats = torch.zeros(rounded, dtype=torch.float32, device=device)
+        self._places = torch.zeros(rounded, dtype=torch.int32, device=device)
+
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """See ``Plan.encode_from``."""
+        vector, (indices, values) = source.into(rest), self._slots.of(message)
+        if self._slots.dtype == torch.float32:
+            self._choice.make(vector, key, indices, values)
+        else:
+            self._choice.make(vector, key, self._places, self._floats)
+            indices.copy_(self._places)
+            values.copy_(self._floats.clamp_(-LARGEST, LARGEST))
+            values = self._floats.copy_(values)
+        vector.index_add_(0, indices, values, alpha=-1)  # exactly 0.0; an empty slot changes nothing
+
+    def decode(self, messages: Tensor, out: Tensor | Pieces, weight: float, accumulate: bool) -> None:
+        """See ``Plan.decode``."""
+        self.check(out, messages)
+        sections = [self._slots.of(message) for message in messages]
+        indices = [self._inside(indices) for indices, _ in sections]  # before anything is written
+        values = [values.float() for _, values in sections]
+        if self._fast and sections and not accumulate:
+            lists = torch.stack(indices).numpy(), torch.stack(values).numpy()
+            cursors = np.empty(len(lists[0]), np.int64)
+            if self._fast.add(*lists, self._parts, np.float32(weight), place_of(out), cursors):
+                return
+        vector = out if isinstance(out, Tensor) else torch.empty(self.layout.numel, dtype=torch.float32)
+        if not accumulate:
+            vector.zero_()
+        for index, numbers in zip(indices, values, strict=True):
+            vector.index_add_(0, index, numbers, alpha=weight)
+        if isinstance(out, Pieces):
+            out.copy_(vector)
+
+    def _inside(self, indices: Tensor) -> Tensor:
+        """Return the positions, clamped on an accelerator; on a CPU, raise ValueError if one is out of range."""
+        last = self.layout.numel - 1
+        if indices.device.type != "cpu":
+            return indices.clamp(0, last)
+        if indices.numel() and (indices.min() < 0 or indices.max() > last):
+            raise ValueError(f"TopK: the message has indices outside [0, {last}]; it is damaged, or of another layout")
+        return indices

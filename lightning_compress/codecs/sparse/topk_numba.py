@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_compress.core.source_numba import together
 from lightning_compress.kernels.numba import kernel, simd
 from lightning_compress.kernels.numba.words import lowest, without_lowest
 
@@ -10,22 +11,33 @@ _TILE = 4096
 
 
 @kernel
-def add(indices, values, slots, first, weight, out, cursors):
+def add(indices, values, parts, weight, place, cursors):
     """Write ``weight`` times the sum of sparse lists, added in the order of the lists.
 
     Args:
         indices: int32 ``[lists, k]``.
         values: float32 ``[lists, k]``.
-        slots: pair (start, stop) of the columns to add. Their indices ascend; empty slots, index 0 and value 0, may
-            follow.
-        first: index of the first element of ``out``.
+        parts: int64 ``[parts, 4]``: of each part of the vector, which lies in one piece, its first element, one past
+            its last, its first column of the lists, and one past its last. Indices of a part ascend; empty slots, index
+            0 and value 0, may follow.
         weight: float32.
-        out: float32 ``[n]``.
+        place: of the vector; see ``core/source_numba.py``.
         cursors: int64 ``[lists]``; scratch.
 
     Returns:
-        False if indices do not ascend or are out of range. Then the content of ``out`` is undefined.
+        False if indices do not ascend or are out of range. Then the content of the vector is undefined.
     """
+    for number in range(len(parts)):
+        first, last = parts[number, 0], parts[number, 1]
+        at = together(place, first, last)
+        slots = parts[number, 2], parts[number, 3]
+        if not _add_part(indices, values, slots, first, weight, place[0][at : at + last - first], cursors):
+            return False
+    return True
+
+
+@kernel
+def _add_part(indices, values, slots, first, weight, out, cursors):
     start, stop = slots
     cursors[:] = start
     for begin in range(0, len(out), _TILE):

@@ -141,7 +141,7 @@ def agreed(
     planned, error = None, DeferredError()
     with error.deferred():
         planned = plan() if plan else None
-    if any(consensus.anywhere([bool(error)], collective, device)):
+    if any(consensus.anywhere([error.own is not None], collective, device)):
         error.raise_or("the first rank of a node cannot use the exchange between nodes; its own error says why")
     return planned
 

@@ -59,7 +59,7 @@ class Rounds:
             ValueError: a rank could not read a message, or reports an impossible size; on every rank.
         """
         row = torch.zeros_like(self._table[0])
-        row[: 1 + len(sizes)] = torch.tensor([REFUSED if self._error else word, *sizes], dtype=torch.int64)
+        row[: 1 + len(sizes)] = torch.tensor([REFUSED if self._error.own else word, *sizes], dtype=torch.int64)
         self._collective.all_gather(row, self._table)
         rows: list[list[int]] = self._table.tolist()
         self._error.check(word < 0 for word, *_ in rows)
@@ -82,14 +82,15 @@ class Rounds:
         self._collective.swap(sends, receives)
         with self._meter.decode:
             for peer in sorted(receives):
-                if not self._error:
+                if not self._error.own:
                     with self._error.deferred():
                         read(peer, _opened(receives[peer], peer))
 
     def finish(self) -> None:
         """Raise ValueError on every rank if a rank could not read a message. Collective: every rank must call it."""
         self.agree([], 0)
-        self._error.raise_own()
+        if self._error.own:
+            raise self._error.own
 
 
 def new_messages(count: int, size: int, device: torch.device) -> Tensor:

@@ -1,0 +1,224 @@
+"""What of a group's steps is decided once: its sections, its states, its stages and its exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_compress import kernels
+from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs.cast import StochasticRounding, dense_of
+from lightning_compress.collectives import World
+from lightning_compress.core.layout import Layout, Segment
+from lightning_compress.core.random import mix, name_key
+from lightning_compress.core.state import State, States, StateSpec
+from lightning_compress.core.vector import Stage, Vector
+from lightning_compress.corrections.clipping import Clip
+from lightning_compress.corrections.correction import CorrectionPlan
+from lightning_compress.corrections.loco import LoCo, LoCoPlan
+from lightning_compress.engine.unused import FusedUnused, KeptStates, Unused, plan_unused
+from lightning_compress.exchanges import composite
+from lightning_compress.exchanges.exchange import ExchangePlan
+from lightning_compress.exchanges.message import Section
+from lightning_compress.settings.rules import Shape
+from lightning_compress.settings.run_state import RunState
+
+RESIDUAL, LOCO = "residual", "loco"
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """What a group does in each step.
+
+    Attributes:
+        order: for each parameter in the vector, its place in the bucket.
+        layout: of the vector.
+        segments: those that are not empty.
+        sections: of the vector, by method.
+        compressed: slices that a codec compresses, except in dense steps.
+        states: what is kept from step to step, by name.
+        decay: factor of the residual, once per step.
+        always: names of the states that dense steps write, too.
+        key: of the group's random numbers.
+        stages: before the residual is added, and after the exchange in reverse order.
+        looking: finds what is unused, after the residual was added; or None.
+        errors: moving averages of what was not sent, if these are fed back (LoCo), or None.
+        exchange: of steps that are compressed.
+        dense: the codec of all others.
+        dense_steps: how many are dense in the beginning.
+        unscales: gradients are divided by the loss scale before the first stage.
+        changes: a correction or clipping changes gradients, so that they cannot be averaged in place.
+        keeps: parameters without a gradient keep their states.
+        own: what is sent has the gradients' dtype.
+        limit: a larger magnitude would saturate a message.
+        most: a larger magnitude counts as not finite, whatever is sent.
+        tells: whoever writes the means reads the heads of messages, because nothing else has to know what they say.
+        opens: heads are written where gradients are copied, because nothing else changes what is sent.
+        marks: of each segment, its row of the mask of what is used, or -1: if it is kept, and if it is mixed.
+    """
+
+    order: Sequence[int]
+    layout: Layout
+    segments: Sequence[Segment]
+    sections: Sequence[Section]
+    compressed: Sequence[slice]
+    states: States
+    decay: float
+    always: Sequence[str]
+    key: int
+    stages: Sequence[Stage]
+    looking: Unused | None
+    errors: LoCoPlan | None
+    exchange: ExchangePlan
+    dense: Codec
+    dense_steps: float
+    unscales: bool
+    changes: bool
+    keeps: bool
+    own: bool
+    limit: float
+    most: float
+    tells: bool
+    opens: bool
+    marks: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def plan_of(
+    parameters: Sequence[tuple[str, Shape]],
+    settings: RunState,
+    world: World,
+    unused: bool,
+    dtype: torch.dtype,
+    had_residual: bool,
+) -> GroupPlan:
+    """Return the plan of a group, with new states; see ``Group``."""
+    order, given = settings.rules.sections(parameters)
+    layout, plain = Layout.of(parameters[place] for place in order), dense_of(dtype)
+    segments = [segment for segment in layout.segments if segment.numel]
+    coarse = [each for each in given if each.method == settings.method or each.method.contractive]
+    compressed = [each.span for each in coarse if not isinstance(each.method, Dense)]
+    sections = [replace(each, method=plain) if isinstance(each.method, Dense) else each for each in given]
+    exact = dtype == torch.float64 and all(isinstance(each.method, Dense) for each in given)
+    fed_back = settings.error_feedback and (had_residual or not exact)
+    specs, always = _specs(settings, layout, sections, compressed, fed_back)
+    states = composite.new_states(specs, world.device)
+    noise = [  # slices that a codec compresses without a residual; others leave zeros
+        each.span
+        for each in sections
+        if settings.compensation(each.method) == "none" and not isinstance(each.method, Dense)
+    ]
+    exact_residual = RESIDUAL not in states or not (noise or settings.residual.dtype != torch.float32)
+    late = set(states) <= {LOCO, RESIDUAL} and exact_residual and not settings.correction
+    embeddings = settings.rules.of_kind("embedding")
+    looking = plan_unused(sections, segments, embeddings, states, world, unused, late)
+    stages = _stages(settings, layout, sections, compressed, states, world, noise)
+    corrected = any(isinstance(each, CorrectionPlan) for each in stages)
+    changes = corrected or any(isinstance(each, Clip) for each in stages)
+    keeps = [KeptStates(looking)] if looking and looking.kept else []
+    marks = looking.marks if looking else None
+    fed = [replace(settings.fed(each), marks=marks) for each in sections]
+    fed = [  # a residual gets zeros for what is sent as it is
+        replace(each, fed_back=True) if corrected or (RESIDUAL in states and isinstance(each.method, Dense)) else each
+        for each in fed
+    ]
+    codecs, ranks = [each.codec for each in composite.codec_sections(sections)], world.collective.size
+    tells = kernels.compiler(world.device) == "triton" and (looking is None or looking.late)
+    return GroupPlan(
+        order=order,
+        layout=layout,
+        segments=segments,
+        sections=sections,
+        compressed=compressed,
+        states=states,
+        decay=settings.residual.decay,
+        always=always,
+        key=mix(settings.options.seed, name_key(layout.names)),
+        stages=[*keeps, *stages],
+        looking=looking,
+        errors=next((each for each in stages if isinstance(each, LoCoPlan)), None),
+        exchange=composite.plan_group(fed, settings.exchange, world, states),
+        dense=plain,
+        # one rank has nothing to compress: with a dense plan, corrections and clipping are exactly the optimizer's
+        dense_steps=math.inf if ranks == 1 and changes else settings.dense_steps,
+        # states outlive the scale of their step, and votes lack the scale that the GradScaler will divide by
+        unscales=bool(states or settings.options.local_clip_norm)
+        or not all(each.method.conserves for each in sections),
+        changes=changes,
+        keeps=bool(keeps),
+        own=all(isinstance(codec, Dense) or codec.sum_dtype == dtype for codec in codecs),
+        limit=min((codec.limit(ranks) for codec in codecs), default=math.inf),
+        most=kernels.LARGEST if states else math.inf,
+        tells=tells,
+        opens=tells
+        and (RESIDUAL not in states or (settings.residual.decay == 1 and settings.residual.dtype == torch.float32))
+        and all(isinstance(each, LoCoPlan) for each in stages),
+        marks=looking.rows_of(len(segments)) if isinstance(looking, FusedUnused) else ((-1,) * len(segments),) * 2,
+    )
+
+
+def _specs(
+    settings: RunState, layout: Layout, sections: Sequence[Section], compressed: Sequence[slice], fed_back: bool
+) -> tuple[dict[str, StateSpec], list[str]]:
+    """Return what is kept from step to step, and the names of what dense steps write, too."""
+    kept = {RESIDUAL: StateSpec(layout, dtype=settings.residual.dtype)} if fed_back else {}
+    corrected = settings.correction.state(layout, compressed) if settings.correction else {}
+    declared = composite.state_specs(sections, settings.exchange, layout)
+    exchanged = [name for name in declared if name.startswith(f"{composite.EXCHANGE}.")]
+    averaged = [each for each in sections if isinstance(settings.compensation(each.method), LoCo)]
+    errors = {LOCO: LoCo.state([each for part in averaged for each in part.layout.segments])} if averaged else {}
+    return {**kept, **declared, **corrected, **errors}, [*kept, *corrected, *exchanged]
+
+
+def _stages(
+    settings: RunState,
+    layout: Layout,
+    sections: Sequence[Section],
+    compressed: Sequence[slice],
+    states: States,
+    world: World,
+    noise: Sequence[slice],
+) -> list[Stage]:
+    """Return what changes gradients, or what is kept of them, in order."""
+    residual, stages = states.get(RESIDUAL), list[Stage]()
+    if clipping := settings.options.local_clip_norm:
+        stages.append(Clip(clipping, world.collective.size))
+    ways = [settings.compensation(each.method) for each in sections]
+    if residual and (noise or settings.residual.dtype != torch.float32):
+        stages.append(KeptErrors(residual, noise, world.collective.rank))
+    if settings.correction:
+        own = {name: states[name] for name in settings.correction.state(layout, compressed)}
+        plain = settings.residual.decay == 1 and settings.residual.dtype == torch.float32
+        plan = settings.correction.plan(layout, compressed, world, own, residual if plain else None)
+        stages += [plan] * (not plan.idle)
+    if averaging := next((way for way in ways if isinstance(way, LoCo)), None):
+        stages.append(LoCoPlan(averaging, layout, states[LOCO], alone=residual is None))
+    return stages
+
+
+class KeptErrors(Stage):
+    """Reduce the residual: round it to its dtype, or drop the part that is noise.
+
+    Args:
+        residual: the state that holds it; if it is not float32, values are rounded to it stochastically.
+        noise: slices without a residual, because an unbiased method's error is noise.
+        rank: of this process.
+    """
+
+    def __init__(self, residual: State, noise: Sequence[slice], rank: int) -> None:
+        self._residual, self._noise, self._rank = residual, noise, rank
+        device, halved = residual.committed.device, residual.committed.dtype != torch.float32
+        self._rounding = StochasticRounding(residual.layout.numel, device) if halved else None
+
+    def phase(self, step: int) -> tuple[()]:
+        """See ``Stage``."""
+        return ()
+
+    def after(self, vector: Vector) -> None:
+        """See ``Stage``."""
+        for place in self._noise:
+            vector.rest[place].zero_()
+        if self._rounding:
+            self._rounding.round(vector.rest, self._residual.pending, mix(*vector.draws, self._rank))
