@@ -102,7 +102,7 @@ class FFT(Spectral):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """See ``Spectral.plan``."""
-        fused = kernels.backend(__name__, device)
+        fused = kernels.backend(__name__, device, "triton")
         if not fused or self.block > fused.LONGEST:
             return super().plan(layout, device)
         areas: list[Area] = []

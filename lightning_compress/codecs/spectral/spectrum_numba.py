@@ -1,0 +1,376 @@
+"""CPU kernels of ``spectrum.py``, around the transforms. Bit-identical to its tensor operations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_compress.codecs.packing.planes_numba import pack, unpack
+from lightning_compress.codecs.quantize.minifloat_numba import LANES, code_kind, decode, ends, fit, negated, round_off
+from lightning_compress.core.source_numba import begin_write, borrow, end_write, largest, load
+from lightning_compress.kernels.numba import kernel, spectra
+from lightning_compress.kernels.numba.words import ones
+
+MARGIN = 2 * spectra.MANY
+"""Numbers beyond a spectrum's end that are read, but not used."""
+_MANY = spectra.MANY
+_POWERS = (np.arange(255, dtype=np.int32) << 23).view(np.float32)
+_STEP = 96
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+
+
+@kernel
+def load_rows(source, first, rest, length, limit, floats, scales):
+    """Copy blocks to the rows of a transform's input, divided by a power of two, and fill them up with zeros.
+
+    Args:
+        source: see ``source_numba.py``.
+        first: the first block's first element.
+        rest: float32, as long as the source, overwritten by these elements; or empty.
+        length: elements of a block.
+        limit: exponent of the largest scale. Larger numbers saturate.
+        floats: float32 ``[rows, padded length]``, overwritten.
+        scales: float32 ``[rows]``, overwritten by the powers of two.
+
+    Returns:
+        The largest magnitude in the source's memory; see ``source_numba.largest``.
+    """
+    _, addend, coded = source
+    most, room = np.int32(0), np.empty(0 if len(rest) else length, np.float32)
+    for row in range(len(floats)):
+        start = first + row * length
+        if len(rest):
+            part = rest[start : start + length]
+            found = load(source, start, start + length, part)
+        else:
+            part, found = borrow(source, start, start + length, room)
+        most = max(most, found)
+        if len(addend) or len(coded):
+            found = largest(part)
+        exponent = _exponent(found, limit)
+        scales[row] = _POWERS[127 + exponent]
+        inverse, out = _POWERS[127 - exponent], floats[row]
+        if exponent == limit:
+            for index in range(length):
+                out[index] = min(max(part[index] * inverse, np.float32(-1)), np.float32(1))
+        else:
+            for index in range(length):
+                out[index] = part[index] * inverse
+        out[length:] = 0
+    return most
+
+
+@kernel
+def _exponent(pattern, limit):
+    """Return the exponent of the power of two above a magnitude, given by its bits: -125 to ``limit``; 0 for zero."""
+    return min(max((pattern >> 23) - 126, -125), limit) if pattern else 0
+
+
+@kernel
+def _energies(spectrum, first, bins, width, energies, coarse):
+    """Write the bits of squared magnitudes, int32, and their higher halves, int16; -1 beyond the last one."""
+    if width == 2:
+        for index in range(0, bins, 2 * spectra.LANES):
+            spectra.energies(energies, index, coarse, index, spectrum, first + 2 * index)
+    else:
+        squares = energies.view(np.float32)
+        for index in range(bins):
+            squares[index] = spectrum[first + index] * spectrum[first + index]
+        for index in range(bins):
+            energies[index] &= _MAGNITUDE
+            coarse[index] = energies[index] >> 16
+    energies[bins:] = -1
+    coarse[bins:] = -1
+
+
+@kernel
+def _count(energies, least):
+    """Return how many energies, int32, are at least ``least``."""
+    found = 0
+    for index in range(0, len(energies), _MANY):
+        found += spectra.count(energies, index, np.int32(least))
+    return found
+
+
+@kernel
+def _count_coarse(coarse, least):
+    """Return how many energies, int16, are at least ``least``."""
+    found = 0
+    for index in range(0, len(coarse), _MANY):
+        found += spectra.count_coarse(coarse, index, np.int16(least))
+    return found
+
+
+@kernel
+def _between(low, enough, high, few, keep, tries):
+    """Return the next number to try; see ``_threshold``."""
+    if tries % 4 == 3:
+        return (low + high) // 2
+    # as if they were evenly spread between the two
+    return low + 1 + int((high - low - 2) * (np.float64(enough - keep + 0.5) / (enough - few)))
+
+
+@kernel
+def _threshold(energies, coarse, bins, keep, guess):
+    """Find the largest number that at least ``keep`` energies reach, or one that exactly ``keep`` reach.
+
+    Args:
+        energies: int32, a multiple of 64.
+        coarse: int16, their higher halves.
+        bins: number of energies that are not negative.
+        keep: number of energies.
+        guess: a number between 0 and 32767, tried first.
+
+    Returns:
+        The number, how many energies reach it, and ``guess`` for similar energies.
+    """
+    low, enough, high, few = 0, bins, 1 << 15, 0  # what is looked for is in [low, high)
+    least, step, tries = guess, _STEP, 0
+    while high - low > 1 and enough != keep:
+        found = _count_coarse(coarse, least)
+        if found >= keep:
+            low, enough = least, found
+        else:
+            high, few = least, found
+        tries += 1
+        if high == 1 << 15:
+            least = min(low + max(step, (found - keep) * step // keep), high - 1)
+            step *= 4
+        elif low == 0:
+            least = max(high - max(step, (keep - found) * step // keep), 1)
+            step *= 4
+        else:
+            least = _between(low, enough, high, few, keep, tries)
+    guess, tries = low, 0
+    low, high = low << 16, high << 16
+    while high - low > 1 and enough != keep:
+        least = _between(low, enough, high, few, keep, tries)
+        found = _count(energies, least)
+        if found >= keep:
+            low, enough = least, found
+        else:
+            high, few = least, found
+        tries += 1
+    return low, enough, guess
+
+
+@kernel
+def _choose(energies, coarse, bins, keep, guess, words):
+    """Mark the largest energies in a bitmap; of equal ones the first.
+
+    Args:
+        energies: see ``_threshold``.
+        coarse: see ``_threshold``.
+        bins: see ``_threshold``.
+        keep: number of energies.
+        guess: see ``_threshold``.
+        words: uint64 ``[len(energies) / 64]``, overwritten.
+
+    Returns:
+        ``guess`` for similar energies.
+    """
+    least, found, guess = _threshold(energies, coarse, bins, keep, guess)
+    for word in range(len(words)):
+        words[word] = spectra.reaching(energies, word * _MANY, np.int32(least))
+    index = len(energies)
+    while found > keep:  # the last of those that are equal
+        index -= 1
+        if energies[index] == least:
+            words[index // _MANY] &= ~(np.uint64(1) << np.uint64(index % _MANY))
+            found -= 1
+    return guess
+
+
+@kernel
+def _expand(words, places):
+    """Write the positions of the bits that are 1, and return their number.
+
+    Args:
+        words: uint32 ``[n]``.
+        places: int32, overwritten; longer than this number by 8.
+    """
+    count = 0
+    for number in range(len(words)):
+        word = words[number]
+        after, rest = count + ones(word), spectra.write_places(places, count, word, np.int32(32 * number))
+        while rest:
+            count += 8
+            rest = spectra.write_places(places, count, rest, np.int32(32 * number))
+        count = after
+    return count
+
+
+@kernel
+def choose_rows(spectrum, shape, values, work):
+    """Write the largest coefficients of each row, in the order of their positions.
+
+    Args:
+        spectrum: see ``encode_rows``.
+        shape: see ``encode_rows``.
+        values: float32 ``[rows, keep * width]``, overwritten.
+        work: see ``encode_rows``.
+    """
+    guess = 1 << 14
+    for row in range(len(values)):
+        guess = _select(spectrum, row, shape, guess, work)
+        _take(spectrum, row, shape, work[3], values[row])
+
+
+@kernel
+def _select(spectrum, row, shape, guess, work):
+    """Mark the largest coefficients of a row in ``words``, and write their positions to ``places``."""
+    bins, width, keep, _, _ = shape
+    energies, coarse, words, places, _ = work
+    if keep < bins:
+        _energies(spectrum, row * bins * width, bins, width, energies, coarse)
+        guess = _choose(energies, coarse, bins, keep, guess, words)
+        _expand(words.view(np.uint32), places)
+    else:
+        for index in range(keep):
+            places[index] = index
+    return guess
+
+
+@kernel
+def _take(spectrum, row, shape, places, values):
+    """Copy a row's coefficients at these places."""
+    bins, width, keep, _, _ = shape
+    if width == 2:
+        source, out = spectrum.view(np.int64), values.view(np.int64)
+        for index in range(keep):
+            out[index] = source[row * bins + places[index]]
+    else:
+        for index in range(keep):
+            values[index] = spectrum[row * bins + places[index]]
+
+
+@kernel
+def encode_rows(spectrum, scales, block, shape, coding, ranges, where, codes, body, planes, work):
+    """Encode the largest coefficients of blocks, and leave in the spectrum what is decoded of them.
+
+    Args:
+        spectrum: float32, of each row its coefficients; and ``MARGIN`` numbers more.
+        scales: float32 ``[rows]``; see ``load_rows``.
+        block: number of the first block; a multiple of 8.
+        shape: coefficients of a row, float32 numbers of each, how many are sent, bytes of a row's positions, and
+            whether these are a list.
+        coding: bits of a code, and of its mantissa.
+        ranges: float32 ``[3, blocks]``; the columns of these blocks are overwritten.
+        where: uint8, the positions of all blocks; those of these blocks are overwritten.
+        codes: scratch memory for the codes of all rows, and ``LANES`` more.
+        body: uint8, the planes of all codes; those of these blocks are overwritten.
+        planes: see ``planes_numba.py``.
+        work: scratch memory: int32 and int16, coefficients of a row rounded up to a multiple of 64; uint64, a bit for
+            each; int32, 8 more than there are; float32, the sent numbers of a row rounded up to ``LANES``.
+    """
+    bins, width, keep, size, listed = shape
+    _, _, words, places, values = work
+    count, guess = keep * width, 1 << 14
+    bits = ranges.view(np.int32)
+    values[count:] = 0
+    for row in range(len(scales)):
+        guess = _select(spectrum, row, shape, guess, work)
+        packed = where[(block + row) * size : (block + row + 1) * size]
+        if listed:
+            packed.view(np.uint16)[:] = places[:keep]
+        elif size:
+            packed[:] = words.view(np.uint8)[:size]
+        _take(spectrum, row, shape, places, values)
+        upper, lower = ends(values)
+        ranges[0, block + row], bits[1, block + row], bits[2, block + row] = scales[row], negated(lower), upper
+        form = fit(coding[0], coding[1], upper, lower, True)
+        round_off(values, codes[row * count : row * count + len(values)], form)
+        spectrum[row * bins * width : (row + 1) * bins * width] = 0
+        _scatter(spectrum, row, shape, places, values, scales[row])
+    pack(codes[: len(scales) * count], body, planes, block * count)
+
+
+@kernel
+def _scatter(spectrum, row, shape, places, values, scale):
+    """Add ``scale`` times the values to a row's coefficients at these places."""
+    bins, width, keep, _, _ = shape
+    for index in range(keep):
+        at = (row * bins + places[index]) * width
+        for number in range(width):
+            spectrum[at + number] += values[index * width + number] * scale
+
+
+@kernel
+def subtract_rows(rest, first, floats, length):
+    """Subtract the rows of an inverse transform's output from the blocks that begin at element ``first``."""
+    for row in range(len(floats)):
+        part, given = rest[first + row * length : first + (row + 1) * length], floats[row]
+        for index in range(length):
+            part[index] -= given[index]
+
+
+@kernel
+def write_rows(place, first, floats, length, accumulate):
+    """Write the rows of an inverse transform's output, or add them, to a place; see ``subtract_rows``."""
+    room = np.empty(length, np.float32)
+    for row in range(len(floats)):
+        start, given = first + row * length, floats[row]
+        part = begin_write(place, start, start + length, room, accumulate)
+        if accumulate:
+            for index in range(length):
+                part[index] += given[index]
+        else:
+            part[:] = given[:length]
+        end_write(place, start, start + length, part)
+
+
+@kernel
+def add_rows(spectrum, rows, block, shape, coding, weight, bounds, ranges, where, codes, body, planes, work):
+    """Add what a message holds of some blocks to their spectra; see ``encode_rows``.
+
+    Args:
+        weight: factor, float32.
+        bounds: the largest scale, and the largest number of a spectrum, float32.
+
+    Returns:
+        False if the positions are damaged; then the spectra are undefined.
+    """
+    bins, width, keep, size, listed = shape
+    _, _, words, places, values = work
+    count = keep * width
+    unpack(codes[: rows * count], body, planes, block * count)
+    pattern = np.empty(2, np.float32)
+    patterns = pattern.view(np.int32)
+    for row in range(rows):
+        if not _read_places(where[(block + row) * size : (block + row + 1) * size], shape, words, places):
+            return False
+        scale = min(max(_number(ranges[0, block + row]), np.float32(0)), bounds[0]) * weight
+        pattern[0] = min(max(_number(ranges[2, block + row]), -bounds[1]), bounds[1])
+        pattern[1] = -min(max(_number(ranges[1, block + row]), -bounds[1]), bounds[1])
+        form = fit(coding[0], coding[1], patterns[0], patterns[1], True)
+        values[:] = 0
+        decode(codes[row * count : row * count + len(values)], values, form, scale)
+        _scatter(spectrum, row, shape, places, values, np.float32(1))
+    return True
+
+
+@kernel
+def _number(value):
+    """Return a float32, or 0 for NaN."""
+    return value if value == value else np.float32(0)  # noqa: PLR0124
+
+
+@kernel
+def _read_places(packed, shape, words, places):
+    """Read a row's positions; returns False if they are damaged."""
+    bins, _, keep, size, listed = shape
+    if listed:
+        given = packed.view(np.uint16)
+        for index in range(keep):
+            places[index] = given[index]
+            if given[index] >= bins:
+                return False
+    elif size:
+        words[len(words) - 1] = 0
+        words.view(np.uint8)[:size] = packed
+        if bins % _MANY:
+            words[len(words) - 1] &= (np.uint64(1) << np.uint64(bins % _MANY)) - np.uint64(1)
+        return _expand(words.view(np.uint32), places) == keep
+    else:
+        for index in range(keep):
+            places[index] = index
+    return True
