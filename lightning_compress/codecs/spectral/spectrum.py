@@ -17,7 +17,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs.codec import Codec, Plan, SourcePlan, aligned
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
-from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa
+from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
 from lightning_compress.codecs.spectral.bins import Places
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
@@ -31,7 +31,7 @@ LONGEST = 1 << 16
 """Largest length of a block, because positions have 16 bits."""
 CHUNK = 1 << 18
 """Elements that a CPU transforms at a time. With fewer, the overhead of many small operations is larger."""
-FUSED_CHUNK = 1 << 17
+FUSED_CHUNK = 1 << 18
 """The same where kernels do the rest: their rows and spectra stay in a core's own cache."""
 
 
@@ -318,7 +318,7 @@ class _FusedArea(Area):
             np.empty(64 * words, np.int32),
             np.empty(64 * words, np.int16),
             np.empty(words, np.uint64),
-            np.empty(64 * words + 8, np.int32),
+            np.empty(64 * words + 8, np.uint32),
             np.empty(sent, np.float32),
         )
         self.shape = places.bins, width, places.keep, places.size, places.listed
@@ -352,7 +352,7 @@ class _FusedPlan(SourcePlan):
     def _encode(self, source: Any, rest: Any, message: Tensor) -> int:
         """Encode a source, and return the largest magnitude in its memory; see ``source_numba.py``."""
         message[:16] = 0
-        coding = self._codec.bits, self._mantissa(source)
+        coding = self._codec.bits, self._best_mantissa(source)
         message[:4].view(torch.int32)[0] = coding[1]
         most = 0
         for area in self._areas:
@@ -381,30 +381,34 @@ class _FusedPlan(SourcePlan):
         self.check(out, messages)
         place = place_of(out)
         for area in self._areas:
-            sections = [area.sections(message) for message in messages]
-            bounds = np.float32(2.0**area.limit), np.float32(area.padded)
+            sections = [((self._codec.bits, _mantissa(each)), area.sections(each)) for each in messages]
+            bounds = np.float32(weight), np.float32(2.0**area.limit), np.float32(area.padded)
             for blocks in pieces(area.blocks, area.rows):
                 count = blocks.stop - blocks.start
-                floats, spectrum = area.floats[:count], area.spectrum[:count].zero_()
-                for message, given in zip(messages, sections, strict=True):
-                    coding = self._codec.bits, int(message[:4].view(torch.int32)[0])
-                    inputs = area.numbers, count, blocks.start, area.shape, coding, np.float32(weight), bounds
-                    if not self._fast.add_rows(*inputs, *given):
+                floats, spectrum = area.floats[:count], area.spectrum[:count]
+                if not sections:
+                    spectrum.zero_()
+                for number, (coding, given) in enumerate(sections):
+                    inputs = area.numbers, count, number == 0, blocks.start, area.shape, coding
+                    if not self._fast.add_rows(*inputs, bounds, *given):
                         raise area.places.damaged()
                 area.transform.inverse(spectrum, floats)
                 first = area.start + blocks.start * area.length
                 self._fast.write_rows(place, first, floats.numpy(), area.length, accumulate)
 
-    def _mantissa(self, source: Any) -> int:
-        if self._codec.mantissa != "auto":
-            return self._codec.mantissa
+    def _best_mantissa(self, source: Any) -> int:
+        mantissa, tried = candidates(self._codec.bits, self._codec.mantissa)
+        if mantissa >= 0:
+            return mantissa
         area = self._areas[0]
         sample = area.sample
         for row, block in enumerate(sample):
             floats, scales = area.floats[row : row + 1].numpy(), area.scales[row : row + 1]
             self._fast.load_rows(source, block * area.length, NOTHING, area.length, area.limit, floats, scales)
         area.transform.forward(area.floats[: len(sample)], area.spectrum[: len(sample)])
-        values = torch.empty(len(sample), area.values, dtype=torch.float32)
-        self._fast.choose_rows(area.numbers, area.shape, values.numpy(), area.work)
-        low, high = values.amin(dim=1), values.amax(dim=1)
-        return int(best_mantissa(values, self._codec.bits, low, high, nearest=True))
+        given = area.numbers, len(sample), area.shape, self._codec.bits, tried, area.packed, area.work
+        return int(self._fast.best_mantissa(*given))
+
+
+def _mantissa(message: Tensor) -> int:
+    return int(message[:4].view(torch.int32)[0])

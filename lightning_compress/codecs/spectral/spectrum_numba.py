@@ -5,16 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_compress.codecs.packing.planes_numba import pack, unpack
-from lightning_compress.codecs.quantize.minifloat_numba import LANES, code_kind, decode, ends, fit, negated, round_off
+from lightning_compress.codecs.quantize.minifloat_numba import LANES, code_kind, decode, ends, fit, move, negated, round_off
 from lightning_compress.core.source_numba import begin_write, borrow, end_write, largest, load
-from lightning_compress.kernels.numba import kernel, spectra
+from lightning_compress.kernels.numba import in_any_order, kernel, spectra
 from lightning_compress.kernels.numba.words import ones
 
 MARGIN = 2 * spectra.MANY
 """Numbers beyond a spectrum's end that are read, but not used."""
 _MANY = spectra.MANY
 _POWERS = (np.arange(255, dtype=np.int32) << 23).view(np.float32)
-_STEP = 96
+_FIRST, _STEP = 1 << 14, 96
+"""Higher half of the energy that is tried first, and of the first step from there."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
@@ -186,7 +187,7 @@ def _expand(words, places):
 
     Args:
         words: uint32 ``[n]``.
-        places: int32, overwritten; longer than this number by 8.
+        places: uint32, overwritten; longer than this number by 8.
     """
     count = 0
     for number in range(len(words)):
@@ -200,19 +201,38 @@ def _expand(words, places):
 
 
 @kernel
-def choose_rows(spectrum, shape, values, work):
-    """Write the largest coefficients of each row, in the order of their positions.
+def best_mantissa(spectrum, rows, shape, bits, tried, codes, work):
+    """Return the bits of mantissa with the least squared error on the coefficients that are sent of some blocks.
 
     Args:
         spectrum: see ``encode_rows``.
+        rows: number of blocks.
         shape: see ``encode_rows``.
-        values: float32 ``[rows, keep * width]``, overwritten.
+        bits: bits of a code, less than 32.
+        tried: number of mantissas, from 0 on.
+        codes: see ``encode_rows``.
         work: see ``encode_rows``.
     """
-    guess = 1 << 14
-    for row in range(len(values)):
+    values, errors, guess = work[4], np.zeros(tried), _FIRST
+    left = np.empty_like(values)
+    values[shape[1] * shape[2] :] = 0
+    for row in range(rows):
         guess = _select(spectrum, row, shape, guess, work)
-        _take(spectrum, row, shape, work[3], values[row])
+        _take(spectrum, row, shape, work[3], values)
+        upper, lower = ends(values)
+        for mantissa in range(tried):
+            left[:] = values
+            move(left, codes[: len(left)], fit(bits, mantissa, upper, lower, True))
+            errors[mantissa] += _squares(left)
+    return np.argmin(errors) if errors.any() else max(0, bits - 4)
+
+
+@in_any_order
+def _squares(values):
+    total = 0.0
+    for index in range(len(values)):
+        total += np.float64(values[index]) * np.float64(values[index])
+    return total
 
 
 @kernel
@@ -234,13 +254,14 @@ def _select(spectrum, row, shape, guess, work):
 def _take(spectrum, row, shape, places, values):
     """Copy a row's coefficients at these places."""
     bins, width, keep, _, _ = shape
+    given = spectrum[row * bins * width : (row + 1) * bins * width]
     if width == 2:
-        source, out = spectrum.view(np.int64), values.view(np.int64)
+        source, out = given.view(np.int64), values.view(np.int64)
         for index in range(keep):
-            out[index] = source[row * bins + places[index]]
+            out[index] = source[places[index]]
     else:
         for index in range(keep):
-            values[index] = spectrum[row * bins + places[index]]
+            values[index] = given[places[index]]
 
 
 @kernel
@@ -260,11 +281,11 @@ def encode_rows(spectrum, scales, block, shape, coding, ranges, where, codes, bo
         body: uint8, the planes of all codes; those of these blocks are overwritten.
         planes: see ``planes_numba.py``.
         work: scratch memory: int32 and int16, coefficients of a row rounded up to a multiple of 64; uint64, a bit for
-            each; int32, 8 more than there are; float32, the sent numbers of a row rounded up to ``LANES``.
+            each; uint32, 8 more than there are; float32, the sent numbers of a row rounded up to ``LANES``.
     """
     bins, width, keep, size, listed = shape
     _, _, words, places, values = work
-    count, guess = keep * width, 1 << 14
+    count, guess = keep * width, _FIRST
     bits = ranges.view(np.int32)
     values[count:] = 0
     for row in range(len(scales)):
@@ -279,19 +300,38 @@ def encode_rows(spectrum, scales, block, shape, coding, ranges, where, codes, bo
         ranges[0, block + row], bits[1, block + row], bits[2, block + row] = scales[row], negated(lower), upper
         form = fit(coding[0], coding[1], upper, lower, True)
         round_off(values, codes[row * count : row * count + len(values)], form)
-        spectrum[row * bins * width : (row + 1) * bins * width] = 0
-        _scatter(spectrum, row, shape, places, values, scales[row])
+        for index in range(len(values)):
+            values[index] = values[index] * scales[row] + np.float32(0)  # no -0.0
+        _place(spectrum, row, shape, places, values)
     pack(codes[: len(scales) * count], body, planes, block * count)
 
 
 @kernel
-def _scatter(spectrum, row, shape, places, values, scale):
-    """Add ``scale`` times the values to a row's coefficients at these places."""
+def _place(spectrum, row, shape, places, values):
+    """Set a row's coefficients at these places, and all others to 0."""
     bins, width, keep, _, _ = shape
-    for index in range(keep):
-        at = (row * bins + places[index]) * width
-        for number in range(width):
-            spectrum[at + number] += values[index * width + number] * scale
+    given = spectrum[row * bins * width : (row + 1) * bins * width]
+    given[:] = 0
+    if width == 2:
+        source, out = values.view(np.int64), given.view(np.int64)
+        for index in range(keep):
+            out[places[index]] = source[index]
+    else:
+        for index in range(keep):
+            given[places[index]] = values[index]
+
+
+@kernel
+def _add(spectrum, row, shape, places, values):
+    """Add to a row's coefficients at these places."""
+    bins, width, keep, _, _ = shape
+    given = spectrum[row * bins * width : (row + 1) * bins * width]
+    if width == 2:
+        for index in range(keep):
+            spectra.add_pair(given, 2 * places[index], values, 2 * index)
+    else:
+        for index in range(keep):
+            given[places[index]] += values[index]
 
 
 @kernel
@@ -319,12 +359,12 @@ def write_rows(place, first, floats, length, accumulate):
 
 
 @kernel
-def add_rows(spectrum, rows, block, shape, coding, weight, bounds, ranges, where, codes, body, planes, work):
+def add_rows(spectrum, rows, fresh, block, shape, coding, bounds, ranges, where, codes, body, planes, work):
     """Add what a message holds of some blocks to their spectra; see ``encode_rows``.
 
     Args:
-        weight: factor, float32.
-        bounds: the largest scale, and the largest number of a spectrum, float32.
+        fresh: overwrite the spectra.
+        bounds: factor of the message, the largest scale, and the largest number of a spectrum, float32.
 
     Returns:
         False if the positions are damaged; then the spectra are undefined.
@@ -338,13 +378,16 @@ def add_rows(spectrum, rows, block, shape, coding, weight, bounds, ranges, where
     for row in range(rows):
         if not _read_places(where[(block + row) * size : (block + row + 1) * size], shape, words, places):
             return False
-        scale = min(max(_number(ranges[0, block + row]), np.float32(0)), bounds[0]) * weight
-        pattern[0] = min(max(_number(ranges[2, block + row]), -bounds[1]), bounds[1])
-        pattern[1] = -min(max(_number(ranges[1, block + row]), -bounds[1]), bounds[1])
+        scale = min(max(_number(ranges[0, block + row]), np.float32(0)), bounds[1]) * bounds[0]
+        pattern[0] = min(max(_number(ranges[2, block + row]), -bounds[2]), bounds[2])
+        pattern[1] = -min(max(_number(ranges[1, block + row]), -bounds[2]), bounds[2])
         form = fit(coding[0], coding[1], patterns[0], patterns[1], True)
         values[:] = 0
         decode(codes[row * count : row * count + len(values)], values, form, scale)
-        _scatter(spectrum, row, shape, places, values, np.float32(1))
+        if fresh:
+            _place(spectrum, row, shape, places, values)
+        else:
+            _add(spectrum, row, shape, places, values)
     return True
 
 

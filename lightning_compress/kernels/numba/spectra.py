@@ -11,11 +11,11 @@ from numba.extending import intrinsic
 
 from lightning_compress.kernels.numba.llvm import FLOAT, INT, LANES, Operation, constant
 
-__all__ = ["LANES", "MANY", "count", "count_coarse", "energies", "reaching", "write_places"]
+__all__ = ["LANES", "MANY", "add_pair", "count", "count_coarse", "energies", "reaching", "write_places"]
 
 MANY = 64
 """Coefficients whose energies are compared at a time."""
-_PAIRS, _PATTERNS = ir.VectorType(FLOAT, 2 * LANES), ir.VectorType(INT, LANES)
+_PAIR, _PAIRS, _PATTERNS = ir.VectorType(FLOAT, 2), ir.VectorType(FLOAT, 2 * LANES), ir.VectorType(INT, LANES)
 _HALVES, _SHORTS = (ir.VectorType(ir.IntType(16), lanes) for lanes in (2 * LANES, MANY))
 _WORD, _WORDS = ir.IntType(64), ir.VectorType(INT, MANY)
 _EVEN, _ODD = (ir.Constant(_PATTERNS, list(range(first, first + 2 * LANES, 2))) for first in (0, 1))
@@ -84,7 +84,7 @@ def _reaching(many: Operation, vector: Any) -> Any:
 
 @intrinsic
 def write_places(typing: Any, places: Any, at: Any, word: Any, first: Any) -> Any:
-    """Write ``first`` plus the indices of the lowest 8 bits of a word that are 1: int32; 32 for bits that are not.
+    """Write ``first`` plus the indices of the lowest 8 bits of a word that are 1: uint32; 32 for bits that are not.
 
     Returns:
         The word without these bits, uint32.
@@ -100,3 +100,15 @@ def write_places(typing: Any, places: Any, at: Any, word: Any, first: Any) -> An
         return word
 
     return types.uint32(places, at, types.uint32, types.int32), generate
+
+
+@intrinsic
+def add_pair(typing: Any, spectrum: Any, place: Any, values: Any, index: Any) -> Any:
+    """Add two numbers, ``values[index:]``, to two others, ``spectrum[place:]``."""
+
+    def generate(*given: Any) -> Any:
+        pair = Operation(*given)
+        pair.store(pair.builder.fadd(pair.load(0, _PAIR), pair.load(2, _PAIR)), 0)
+        return pair.done()
+
+    return types.void(spectrum, place, values, index), generate
