@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -19,6 +19,7 @@ from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
 from lightning_compress.codecs.spectral.bins import Places
+from lightning_compress.codecs.spectral.transform import Transform
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
 from lightning_compress.core.workspace import pieces, scratch
@@ -33,36 +34,6 @@ CHUNK = 1 << 18
 """Elements that a CPU transforms at a time. With fewer, the overhead of many small operations is larger."""
 FUSED_CHUNK = 1 << 18
 """The same where kernels do the rest: their rows and spectra stay in a core's own cache."""
-
-
-class Transform(ABC):
-    """An orthonormal transform of rows of one length.
-
-    Args:
-        length: length of a row; a power of two.
-
-    Attributes:
-        bins: coefficients of a row. Each is sent or dropped as a whole.
-        width: float32 numbers of a coefficient.
-    """
-
-    bins: int
-    width: int
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    @abstractmethod
-    def forward(self, rows: Tensor, out: Tensor) -> None:
-        """Write to ``out``, float32 ``[R, bins, width]``, the coefficients of ``rows``, float32 ``[R, length]``."""
-
-    @abstractmethod
-    def inverse(self, coefficients: Tensor, out: Tensor) -> None:
-        """Write the rows of ``coefficients`` to ``out``; see ``forward``. The coefficients may be overwritten."""
-
-    @abstractmethod
-    def energy(self, coefficients: Tensor, out: Tensor) -> None:
-        """Write the squared magnitude of every coefficient to ``out``, float32 ``[R, bins]``."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +284,7 @@ class _FusedArea(Area):
         memory = scratch("spectrum spectrum", numbers + fast.MARGIN, torch.float32, cpu)
         self.numbers, self.spectrum = memory.numpy(), memory[:numbers].view(self.rows, -1, width)
         self.scales = np.empty(self.rows, np.float32)
-        words, sent = -(-places.bins // 64), -(-self.values // fast.LANES) * fast.LANES
+        words, sent = -(-places.bins // 64), -(-self.values // kernels.TILE) * kernels.TILE
         self.work = (
             np.empty(64 * words, np.int32),
             np.empty(64 * words, np.int16),
@@ -322,10 +293,13 @@ class _FusedArea(Area):
             np.empty(sent, np.float32),
         )
         self.shape = places.bins, width, places.keep, places.size, places.listed
-        self.packed = np.empty(self.rows * self.values + fast.LANES, fast.code_kind(codec.bits))
+        self.packed = np.empty(
+            self.rows * self.values + kernels.TILE,
+            np.uint8 if codec.bits <= 8 else np.uint16 if codec.bits <= 16 else np.uint32,
+        )
 
     def sections(self, message: Tensor) -> tuple[Any, Any, Any, Any, Any, Any]:
-        """Return arguments of kernels: ranges, positions, room for codes, packed codes, their planes, scratch memory."""
+        """Return what kernels get of a message: see ``encode_rows`` from ``ranges`` on."""
         ranges = message[self.ranges].view(torch.float32).view(3, -1).numpy()
         where, body = message[self.where : self.codes].numpy(), message[self.codes : self.stop].numpy()
         return ranges, where, self.packed, body, self.planes.table, self.work

@@ -5,17 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_compress.codecs.packing.planes_numba import pack, unpack
-from lightning_compress.codecs.quantize.minifloat_numba import LANES, code_kind, decode, ends, fit, move, negated, round_off
+from lightning_compress.codecs.quantize.minifloat_numba import (
+    decode,
+    ends,
+    fit,
+    move,
+    negated,
+    round_off,
+)
+from lightning_compress.codecs.spectral.bins_numba import choose, expand, read_places
 from lightning_compress.core.source_numba import begin_write, borrow, end_write, largest, load
 from lightning_compress.kernels.numba import in_any_order, kernel, spectra
-from lightning_compress.kernels.numba.words import ones
 
 MARGIN = 2 * spectra.MANY
 """Numbers beyond a spectrum's end that are read, but not used."""
-_MANY = spectra.MANY
 _POWERS = (np.arange(255, dtype=np.int32) << 23).view(np.float32)
-_FIRST, _STEP = 1 << 14, 96
-"""Higher half of the energy that is tried first, and of the first step from there."""
+_FIRST = 1 << 14
+"""Higher half of the energy that is tried first as a threshold."""
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
@@ -84,123 +90,6 @@ def _energies(spectrum, first, bins, width, energies, coarse):
 
 
 @kernel
-def _count(energies, least):
-    """Return how many energies, int32, are at least ``least``."""
-    found = 0
-    for index in range(0, len(energies), _MANY):
-        found += spectra.count(energies, index, np.int32(least))
-    return found
-
-
-@kernel
-def _count_coarse(coarse, least):
-    """Return how many energies, int16, are at least ``least``."""
-    found = 0
-    for index in range(0, len(coarse), _MANY):
-        found += spectra.count_coarse(coarse, index, np.int16(least))
-    return found
-
-
-@kernel
-def _between(low, enough, high, few, keep, tries):
-    """Return the next number to try; see ``_threshold``."""
-    if tries % 4 == 3:
-        return (low + high) // 2
-    # as if they were evenly spread between the two
-    return low + 1 + int((high - low - 2) * (np.float64(enough - keep + 0.5) / (enough - few)))
-
-
-@kernel
-def _threshold(energies, coarse, bins, keep, guess):
-    """Find the largest number that at least ``keep`` energies reach, or one that exactly ``keep`` reach.
-
-    Args:
-        energies: int32, a multiple of 64.
-        coarse: int16, their higher halves.
-        bins: number of energies that are not negative.
-        keep: number of energies.
-        guess: a number between 0 and 32767, tried first.
-
-    Returns:
-        The number, how many energies reach it, and ``guess`` for similar energies.
-    """
-    low, enough, high, few = 0, bins, 1 << 15, 0  # what is looked for is in [low, high)
-    least, step, tries = guess, _STEP, 0
-    while high - low > 1 and enough != keep:
-        found = _count_coarse(coarse, least)
-        if found >= keep:
-            low, enough = least, found
-        else:
-            high, few = least, found
-        tries += 1
-        if high == 1 << 15:
-            least = min(low + max(step, (found - keep) * step // keep), high - 1)
-            step *= 4
-        elif low == 0:
-            least = max(high - max(step, (keep - found) * step // keep), 1)
-            step *= 4
-        else:
-            least = _between(low, enough, high, few, keep, tries)
-    guess, tries = low, 0
-    low, high = low << 16, high << 16
-    while high - low > 1 and enough != keep:
-        least = _between(low, enough, high, few, keep, tries)
-        found = _count(energies, least)
-        if found >= keep:
-            low, enough = least, found
-        else:
-            high, few = least, found
-        tries += 1
-    return low, enough, guess
-
-
-@kernel
-def _choose(energies, coarse, bins, keep, guess, words):
-    """Mark the largest energies in a bitmap; of equal ones the first.
-
-    Args:
-        energies: see ``_threshold``.
-        coarse: see ``_threshold``.
-        bins: see ``_threshold``.
-        keep: number of energies.
-        guess: see ``_threshold``.
-        words: uint64 ``[len(energies) / 64]``, overwritten.
-
-    Returns:
-        ``guess`` for similar energies.
-    """
-    least, found, guess = _threshold(energies, coarse, bins, keep, guess)
-    for word in range(len(words)):
-        words[word] = spectra.reaching(energies, word * _MANY, np.int32(least))
-    index = len(energies)
-    while found > keep:  # the last of those that are equal
-        index -= 1
-        if energies[index] == least:
-            words[index // _MANY] &= ~(np.uint64(1) << np.uint64(index % _MANY))
-            found -= 1
-    return guess
-
-
-@kernel
-def _expand(words, places):
-    """Write the positions of the bits that are 1, and return their number.
-
-    Args:
-        words: uint32 ``[n]``.
-        places: uint32, overwritten; longer than this number by 8.
-    """
-    count = 0
-    for number in range(len(words)):
-        word = words[number]
-        after, rest = count + ones(word), spectra.write_places(places, count, word, np.int32(32 * number))
-        while rest:
-            count += 8
-            rest = spectra.write_places(places, count, rest, np.int32(32 * number))
-        count = after
-    return count
-
-
-@kernel
 def best_mantissa(spectrum, rows, shape, bits, tried, codes, work):
     """Return the bits of mantissa with the least squared error on the coefficients that are sent of some blocks.
 
@@ -242,8 +131,8 @@ def _select(spectrum, row, shape, guess, work):
     energies, coarse, words, places, _ = work
     if keep < bins:
         _energies(spectrum, row * bins * width, bins, width, energies, coarse)
-        guess = _choose(energies, coarse, bins, keep, guess, words)
-        _expand(words.view(np.uint32), places)
+        guess = choose(energies, coarse, bins, keep, guess, words)
+        expand(words.view(np.uint32), places)
     else:
         for index in range(keep):
             places[index] = index
@@ -283,7 +172,7 @@ def encode_rows(spectrum, scales, block, shape, coding, ranges, where, codes, bo
         work: scratch memory: int32 and int16, coefficients of a row rounded up to a multiple of 64; uint64, a bit for
             each; uint32, 8 more than there are; float32, the sent numbers of a row rounded up to ``LANES``.
     """
-    bins, width, keep, size, listed = shape
+    _, width, keep, size, listed = shape
     _, _, words, places, values = work
     count, guess = keep * width, _FIRST
     bits = ranges.view(np.int32)
@@ -362,21 +251,20 @@ def write_rows(place, first, floats, length, accumulate):
 def add_rows(spectrum, rows, fresh, block, shape, coding, bounds, ranges, where, codes, body, planes, work):
     """Add what a message holds of some blocks to their spectra; see ``encode_rows``.
 
-    Args:
-        fresh: overwrite the spectra.
-        bounds: factor of the message, the largest scale, and the largest number of a spectrum, float32.
+    ``fresh``: overwrite the spectra. ``bounds``: factor of the message, the largest scale, and the largest number of a
+    spectrum, float32.
 
     Returns:
         False if the positions are damaged; then the spectra are undefined.
     """
-    bins, width, keep, size, listed = shape
+    _, width, keep, size, _ = shape
     _, _, words, places, values = work
     count = keep * width
     unpack(codes[: rows * count], body, planes, block * count)
     pattern = np.empty(2, np.float32)
     patterns = pattern.view(np.int32)
     for row in range(rows):
-        if not _read_places(where[(block + row) * size : (block + row + 1) * size], shape, words, places):
+        if not read_places(where[(block + row) * size : (block + row + 1) * size], shape, words, places):
             return False
         scale = min(max(_number(ranges[0, block + row]), np.float32(0)), bounds[1]) * bounds[0]
         pattern[0] = min(max(_number(ranges[2, block + row]), -bounds[2]), bounds[2])
@@ -394,26 +282,4 @@ def add_rows(spectrum, rows, fresh, block, shape, coding, bounds, ranges, where,
 @kernel
 def _number(value):
     """Return a float32, or 0 for NaN."""
-    return value if value == value else np.float32(0)  # noqa: PLR0124
-
-
-@kernel
-def _read_places(packed, shape, words, places):
-    """Read a row's positions; returns False if they are damaged."""
-    bins, _, keep, size, listed = shape
-    if listed:
-        given = packed.view(np.uint16)
-        for index in range(keep):
-            places[index] = given[index]
-            if given[index] >= bins:
-                return False
-    elif size:
-        words[len(words) - 1] = 0
-        words.view(np.uint8)[:size] = packed
-        if bins % _MANY:
-            words[len(words) - 1] &= (np.uint64(1) << np.uint64(bins % _MANY)) - np.uint64(1)
-        return _expand(words.view(np.uint32), places) == keep
-    else:
-        for index in range(keep):
-            places[index] = index
-    return True
+    return value if value == value else np.float32(0)

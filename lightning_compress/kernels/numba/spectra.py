@@ -92,9 +92,9 @@ def write_places(typing: Any, places: Any, at: Any, word: Any, first: Any) -> An
 
     def generate(*given: Any) -> Any:
         few = Operation(*given)
-        make, _, word, first = few.builder, *few.arguments[1:]
+        make, word, offset = few.builder, few.arguments[2], few.arguments[3]
         for number in range(8):  # without a branch, as none can then be mispredicted
-            place = make.add(make.cttz(word, ir.IntType(1)(0)), first)
+            place = make.add(make.cttz(word, ir.IntType(1)(0)), offset)
             make.store(place, make.gep(few.pointer(0, INT), [INT(number)]))
             word = make.and_(word, make.sub(word, INT(1)))
         return word

@@ -92,8 +92,8 @@ def test_the_same_coefficients_are_chosen(data, bins, few):
     bits[:bins] = energy.view(np.int32)
     words, places = np.empty(len(bits) // 64, np.uint64), np.empty(len(bits) + 8, np.uint32)
     coarse = (bits >> 16).astype(np.int16)
-    numba._choose(bits, coarse, bins, keep, guess, words)
-    assert numba._expand(words.view(np.uint32), places) == keep
+    numba.choose(bits, coarse, bins, keep, guess, words)
+    assert numba.expand(words.view(np.uint32), places) == keep
     assert places[:keep].tolist() == Places(bins, keep).largest(torch.from_numpy(energy)).tolist()
 
 
