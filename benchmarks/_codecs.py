@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lightning_compress.codecs import CODECS, Codec, TopK
 from lightning_compress.codecs.codec import Plan, SourcePlan
+from lightning_compress.codecs.spectral.spectrum import FUSED_CHUNK, Spectral
 from lightning_compress.collectives import LocalCollective, World
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.layout import Layout
@@ -25,6 +28,20 @@ CASES |= {name: corrected() for name, corrected in CORRECTED.items()}
 def plan_of(case: Case, layout: Layout, device: torch.device) -> Plan:
     """The plan of a codec, or one that corrects before it encodes."""
     return CorrectedPlan(case, layout, device) if isinstance(case, Corrected) else case.plan(layout, device)
+
+
+def transforms_of(case: Case, numel: int) -> dict[str, Callable[[], object]]:
+    """What a spectral codec transforms of a vector, in its plan's pieces, as functions by name; nothing of others."""
+    if not isinstance(case, Spectral):
+        return {}
+    transform = case.transform(case.block)
+    rows = torch.zeros(max(8, FUSED_CHUNK // (case.block + 2) // 8 * 8), case.block)
+    spectrum = torch.zeros(len(rows), transform.bins, transform.width)
+    parts = range(-(-numel // rows.numel()))
+    return {
+        "forward": lambda: [transform.forward(rows, spectrum) for _ in parts],
+        "inverse": lambda: [transform.inverse(spectrum, rows) for _ in parts],
+    }
 
 
 class CorrectedPlan(SourcePlan):

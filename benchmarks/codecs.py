@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._arguments import above_zero, file_to_write, positive, some_of
-from benchmarks._codecs import CASES, Case, plan_of
+from benchmarks._codecs import CASES, Case, plan_of, transforms_of
 from benchmarks._gpu import codecs_table
 from benchmarks._gpu.machine import surroundings
 from benchmarks.harness.results import write
@@ -37,13 +37,15 @@ def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:
 
     Returns:
         Milliseconds of ``copy_``, and of each case ``encode_ms`` (residual included), ``decode_ms`` (accumulating one
-        message), both as ratios to ``copy_``, bits per element, and the relative squared error.
+        message), ``four_ms`` (accumulating four), all as ratios to ``copy_`` too; of a spectral codec ``forward_ms``
+        and ``inverse_ms``, the transforms that these include; bits per element, and the relative squared error.
     """
     source = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     vector, out = torch.empty_like(source), torch.zeros_like(source)
     device, layout = torch.device("cpu"), Layout.of([("weight", (numel,))])
     plans = {name: plan_of(case, layout, device) for name, case in cases.items()}
-    messages = {name: torch.empty(1, plan.message_size, dtype=torch.uint8) for name, plan in plans.items()}
+    messages = {name: torch.empty(4, plan.message_size, dtype=torch.uint8) for name, plan in plans.items()}
+    transforms = {name: transforms_of(case, numel) for name, case in cases.items()}
     times: dict[tuple[str, str], list[float]] = {}
     errors = {}
     for key in range(repeats):
@@ -53,19 +55,21 @@ def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:
             _time(times, (name, "encode"), _encode, plan, vector, messages[name][0], key)
             if key == 0:
                 errors[name] = float(vector.double().square().sum() / source.double().square().sum())
-            _time(times, (name, "decode"), plan.decode, messages[name][:, : plan.used], out, 1.0, True)
+                messages[name][1:] = messages[name][0]
+            _time(times, (name, "decode"), plan.decode, messages[name][:1, : plan.used], out, 1.0, True)
+            _time(times, (name, "four"), plan.decode, messages[name][:, : plan.used], out, 1.0, True)
+            for part, transform in transforms[name].items():
+                _time(times, (name, part), transform)
     copy = min(times["copy", ""])
     rows = []
     for name, plan in plans.items():
-        encode, decode = min(times[name, "encode"]), min(times[name, "decode"])
+        least = {part: min(times[name, part]) for part in ("encode", "decode", "four", *transforms[name])}
         rows.append(
             {
                 "codec": name,
                 "settings": repr(cases[name]),
-                "encode_ms": encode,
-                "encode_ratio": encode / copy,
-                "decode_ms": decode,
-                "decode_ratio": decode / copy,
+                **{f"{part}_ms": ms for part, ms in least.items()},
+                **{f"{part}_ratio": ms / copy for part, ms in least.items()},
                 "bits_per_element": 8 * plan.used / numel,
                 "relative_error": errors[name],
             }
@@ -117,13 +121,16 @@ def _show(result: dict[str, Any]) -> None:
     rows = (
         (
             row["codec"],
-            *(f"{row[f'{part}_{unit}']:.2f}" for part in ("encode", "decode") for unit in ("ms", "ratio")),
+            *(f"{row[f'{part}_{unit}']:.2f}" for part in ("encode", "decode", "four") for unit in ("ms", "ratio")),
+            *(f"{row[f'{part}_ratio']:.2f}" if f"{part}_ratio" in row else "" for part in ("forward", "inverse")),
             f"{row['bits_per_element']:.3f}",
             f"{row['relative_error']:.2g}",
         )
         for row in result["codecs"]
     )
-    show(("codec", "encode ms", "/ copy_", "decode ms", "/ copy_", "bits", "error"), rows, title, caption, words=1)
+    times = (f"{part} {unit}" for part in ("encode", "decode", "decode 4") for unit in ("ms", "/ copy_"))
+    transforms = "forward / copy_", "inverse / copy_"
+    show(("codec", *times, *transforms, "bits", "error"), rows, title, caption, words=1)
 
 
 if __name__ == "__main__":

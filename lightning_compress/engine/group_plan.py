@@ -105,11 +105,8 @@ def plan_of(
     fed_back = settings.error_feedback and (had_residual or not exact)
     specs, always = _specs(settings, layout, sections, compressed, fed_back)
     states = composite.new_states(specs, world.device)
-    noise = [  # slices that a codec compresses without a residual; others leave zeros
-        each.span
-        for each in sections
-        if settings.compensation(each.method) == "none" and not isinstance(each.method, Dense)
-    ]
+    coded = [each for each in sections if not isinstance(each.method, Dense)]  # others leave no error
+    noise = [each.span for each in coded if settings.compensation(each.method) == "none"]
     exact_residual = RESIDUAL not in states or not (noise or settings.residual.dtype != torch.float32)
     late = set(states) <= {LOCO, RESIDUAL} and exact_residual and not settings.correction
     embeddings = settings.rules.of_kind("embedding")
@@ -118,12 +115,10 @@ def plan_of(
     corrected = any(isinstance(each, CorrectionPlan) for each in stages)
     changes = corrected or any(isinstance(each, Clip) for each in stages)
     keeps = [KeptStates(looking)] if looking and looking.kept else []
-    marks = looking.marks if looking else None
-    fed = [replace(settings.fed(each), marks=marks) for each in sections]
-    fed = [  # a residual gets zeros for what is sent as it is
-        replace(each, fed_back=True) if corrected or (RESIDUAL in states and isinstance(each.method, Dense)) else each
-        for each in fed
-    ]
+    fed = [replace(settings.fed(each), marks=looking.marks if looking else None) for each in sections]
+    for place, each in enumerate(fed):  # a residual gets zeros for what is sent as it is
+        if corrected or (RESIDUAL in states and isinstance(each.method, Dense)):
+            fed[place] = replace(each, fed_back=True)
     codecs, ranks = [each.codec for each in composite.codec_sections(sections)], world.collective.size
     tells = kernels.compiler(world.device) == "triton" and (looking is None or looking.late)
     return GroupPlan(
@@ -144,8 +139,7 @@ def plan_of(
         # one rank has nothing to compress: with a dense plan, corrections and clipping are exactly the optimizer's
         dense_steps=math.inf if ranks == 1 and changes else settings.dense_steps,
         # states outlive the scale of their step, and votes lack the scale that the GradScaler will divide by
-        unscales=bool(states or settings.options.local_clip_norm)
-        or not all(each.method.conserves for each in sections),
+        unscales=bool(states or settings.options.local_clip_norm) or not all(each.method.conserves for each in given),
         changes=changes,
         keeps=bool(keeps),
         own=all(isinstance(codec, Dense) or codec.sum_dtype == dtype for codec in codecs),

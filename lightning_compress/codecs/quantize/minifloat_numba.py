@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from lightning_compress.codecs.quantize import formats
-from lightning_compress.kernels.numba import kernel, simd_codes
+from lightning_compress.kernels.numba import in_any_order, kernel, simd_codes
 
 LANES = simd_codes.LANES
 SIGN = np.int32(-0x80000000)
@@ -123,6 +123,15 @@ def move(values, codes, form):
         row, found = _last_row(values, codes)
         simd_codes.encode_moving(found, 0, row, 0, *given)
         codes[whole:], values[whole:] = found[: len(codes) - whole], row[: len(codes) - whole]
+
+
+@in_any_order
+def squares(values):
+    """Return the sum of squares of float32 values, in float64, as far as the order of its terms does not matter."""
+    total = 0.0
+    for index in range(len(values)):
+        total += np.float64(values[index]) * np.float64(values[index])
+    return total
 
 
 @kernel

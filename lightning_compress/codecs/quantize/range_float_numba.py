@@ -12,7 +12,7 @@ from lightning_compress.codecs.packing.planes_numba import pack, unpack
 from lightning_compress.codecs.quantize import minifloat_numba as minifloat
 from lightning_compress.codecs.quantize import range_float
 from lightning_compress.core.source_numba import begin_write, borrow, end_write, load, part_of, part_of_place
-from lightning_compress.kernels.numba import in_any_order, kernel
+from lightning_compress.kernels.numba import kernel
 
 TILE = 1024
 """Elements whose codes are packed at a time, in the nearest cache; a multiple of ``minifloat_numba.LANES``."""
@@ -98,16 +98,8 @@ def _best(source, settings, codes):
         for mantissa in range(tried):
             spare[:] = given
             minifloat.move(spare, codes[: len(spare)], minifloat.fit(bits, mantissa, upper, lower, nearest))
-            errors[mantissa] += _squares(spare)
+            errors[mantissa] += minifloat.squares(spare)
     return np.argmin(errors) if errors.any() else max(0, bits - 4)
-
-
-@in_any_order
-def _squares(values):
-    total = 0.0
-    for index in range(len(values)):
-        total += np.float64(values[index]) * np.float64(values[index])
-    return total
 
 
 @kernel

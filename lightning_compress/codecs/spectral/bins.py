@@ -85,13 +85,13 @@ class Places:
         if self.listed:
             columns = packed.view(torch.int16).view(rows, -1).long() & 0xFFFF
             if packed.device.type == "cpu" and bool((columns >= self.bins).any()):
-                raise self._damaged()
+                raise self.damaged()
             return self._flat(columns.clamp(max=self.bins - 1))
         if packed.device.type == "cpu":
             marks = np.unpackbits(packed.numpy().reshape(rows, -1), axis=1, count=self.bins, bitorder="little")
             places = np.flatnonzero(marks.view(np.bool_))
             if len(places) != rows * self.keep or (places[:: self.keep] // self.bins != np.arange(rows)).any():
-                raise self._damaged()
+                raise self.damaged()
             return torch.from_numpy(places)
         floats = torch.empty(len(packed) * 8, dtype=torch.float32, device=packed.device)
         unpack(packed, floats)
@@ -104,7 +104,8 @@ class Places:
     def _flat(self, columns: Tensor) -> Tensor:
         return (columns + self._first(columns, len(columns))).view(-1)
 
-    def _damaged(self) -> ValueError:
+    def damaged(self) -> ValueError:
+        """Return the error for a message that ``write`` does not write."""
         return ValueError(
             f"the message has blocks without {self.keep} positions of {self.bins}; it is damaged, or of another layout"
         )

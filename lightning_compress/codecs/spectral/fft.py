@@ -11,7 +11,8 @@ from torch import Tensor
 from lightning_compress import kernels
 from lightning_compress.codecs.codec import KernelPlan, Plan
 from lightning_compress.codecs.quantize.minifloat import candidates
-from lightning_compress.codecs.spectral.spectrum import Area, Spectral, Transform, stretches
+from lightning_compress.codecs.spectral.spectrum import Area, Spectral, stretches
+from lightning_compress.codecs.spectral.transform import Transform
 from lightning_compress.core.layout import Layout
 
 
@@ -102,7 +103,7 @@ class FFT(Spectral):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """See ``Spectral.plan``."""
-        fused = kernels.backend(__name__, device)
+        fused = kernels.backend(__name__, device, "triton")
         if not fused or self.block > fused.LONGEST:
             return super().plan(layout, device)
         areas: list[Area] = []

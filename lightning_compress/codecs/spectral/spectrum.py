@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from types import ModuleType
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.codec import Codec, Plan, aligned
+from lightning_compress import kernels
+from lightning_compress.codecs.codec import Codec, Plan, SourcePlan, aligned
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
-from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa
+from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
 from lightning_compress.codecs.spectral.bins import Places
+from lightning_compress.codecs.spectral.transform import Transform
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
 from lightning_compress.core.workspace import pieces, scratch
 
 SHORTEST = 8
@@ -27,36 +32,8 @@ LONGEST = 1 << 16
 """Largest length of a block, because positions have 16 bits."""
 CHUNK = 1 << 18
 """Elements that a CPU transforms at a time. With fewer, the overhead of many small operations is larger."""
-
-
-class Transform(ABC):
-    """An orthonormal transform of rows of one length.
-
-    Args:
-        length: length of a row; a power of two.
-
-    Attributes:
-        bins: coefficients of a row. Each is sent or dropped as a whole.
-        width: float32 numbers of a coefficient.
-    """
-
-    bins: int
-    width: int
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    @abstractmethod
-    def forward(self, rows: Tensor, out: Tensor) -> None:
-        """Write to ``out``, float32 ``[R, bins, width]``, the coefficients of ``rows``, float32 ``[R, length]``."""
-
-    @abstractmethod
-    def inverse(self, coefficients: Tensor, out: Tensor) -> None:
-        """Write the rows of ``coefficients`` to ``out``; see ``forward``. The coefficients may be overwritten."""
-
-    @abstractmethod
-    def energy(self, coefficients: Tensor, out: Tensor) -> None:
-        """Write the squared magnitude of every coefficient to ``out``, float32 ``[R, bins]``."""
+FUSED_CHUNK = 1 << 18
+"""The same where kernels do the rest: their rows and spectra stay in a core's own cache."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +73,8 @@ class Spectral(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """See ``Codec.plan``; ``summands`` is ignored, because messages cannot be summed."""
-        return _SpectralPlan(layout, device, self)
+        fast = kernels.backend(__name__, device, "numba")
+        return _FusedPlan(layout, self, fast) if fast else _SpectralPlan(layout, device, self)
 
 
 def stretches(numel: int, block: int) -> Iterator[tuple[int, int, int]]:
@@ -209,6 +187,7 @@ class _SpectralPlan(Plan):
     def _encode(self, area: _Area, blocks: slice, rows: Tensor, message: Tensor, mantissa: Tensor) -> None:
         scale, places, values = self._analyse(area, rows)
         ranges = torch.stack([scale, values.amin(dim=1).clamp(max=0), values.amax(dim=1).clamp(min=0)])
+        ranges.add_(0.0)  # no range may end at -0.0
         message[area.ranges].view(torch.float32).view(3, -1)[:, blocks] = ranges
         formats = build(self._codec.bits, mantissa, ranges[1], ranges[2], nearest=True)
         rounded, kept = area.work.encode(values, formats)
@@ -291,3 +270,119 @@ class _SpectralPlan(Plan):
 def _part(message: Tensor, offset: int, size: int, blocks: slice) -> Tensor:
     """Return the bytes of these blocks; each block has ``size`` bytes."""
     return message[offset + blocks.start * size : offset + blocks.stop * size]
+
+
+class _FusedArea(Area):
+    """An area with the scratch memory of kernels."""
+
+    def __init__(self, codec: Spectral, stretch: tuple[int, int, int], offset: int, fast: ModuleType) -> None:
+        super().__init__(codec, *stretch, offset)
+        places, width, cpu = self.places, self.transform.width, torch.device("cpu")
+        self.rows = min(max(8, FUSED_CHUNK // (self.padded + 2) // 8 * 8), self.blocks)
+        self.floats = scratch("spectrum rows", self.rows * self.padded, torch.float32, cpu).view(self.rows, -1)
+        numbers = self.rows * places.bins * width
+        memory = scratch("spectrum spectrum", numbers + fast.MARGIN, torch.float32, cpu)
+        self.numbers, self.spectrum = memory.numpy(), memory[:numbers].view(self.rows, -1, width)
+        self.scales = np.empty(self.rows, np.float32)
+        words, sent = -(-places.bins // 64), -(-self.values // kernels.TILE) * kernels.TILE
+        self.work = (
+            np.empty(64 * words, np.int32),
+            np.empty(64 * words, np.int16),
+            np.empty(words, np.uint64),
+            np.empty(64 * words + 8, np.uint32),
+            np.empty(sent, np.float32),
+        )
+        self.shape = places.bins, width, places.keep, places.size, places.listed
+        self.packed = np.empty(
+            self.rows * self.values + kernels.TILE,
+            np.uint8 if codec.bits <= 8 else np.uint16 if codec.bits <= 16 else np.uint32,
+        )
+
+    def sections(self, message: Tensor) -> tuple[Any, Any, Any, Any, Any, Any]:
+        """Return what kernels get of a message: see ``encode_rows`` from ``ranges`` on."""
+        ranges = message[self.ranges].view(torch.float32).view(3, -1).numpy()
+        where, body = message[self.where : self.codes].numpy(), message[self.codes : self.stop].numpy()
+        return ranges, where, self.packed, body, self.planes.table, self.work
+
+
+class _FusedPlan(SourcePlan):
+    """Does everything but the transforms by CPU kernels, a few blocks at a time in cache."""
+
+    in_pieces = True
+
+    def __init__(self, layout: Layout, codec: Spectral, fast: ModuleType) -> None:
+        super().__init__(layout)
+        self._codec, self._fast = codec, fast
+        self._areas: list[_FusedArea] = []
+        for stretch in stretches(layout.numel, codec.block):
+            self._areas.append(_FusedArea(codec, stretch, self._areas[-1].stop if self._areas else 16, fast))
+        self.message_size = self._areas[-1].stop if self._areas else 0
+
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        self.check(rest, message)
+        if self._areas:
+            source.feed(self._encode, NOTHING if rest is None else rest.numpy(), message)
+
+    def _encode(self, source: Any, rest: Any, message: Tensor) -> int:
+        """Encode a source, and return the largest magnitude in its memory; see ``source_numba.py``."""
+        message[:16] = 0
+        coding = self._codec.bits, self._best_mantissa(source)
+        message[:4].view(torch.int32)[0] = coding[1]
+        most = 0
+        for area in self._areas:
+            for gap in area.gaps:
+                message[gap] = 0
+            sections = area.sections(message)
+            for blocks in pieces(area.blocks, area.rows):
+                count, first = blocks.stop - blocks.start, area.start + blocks.start * area.length
+                most = max(most, self._forward(area, source, first, rest, count))
+                scales = area.scales[:count]
+                self._fast.encode_rows(area.numbers, scales, blocks.start, area.shape, coding, *sections)
+                if len(rest):
+                    area.transform.inverse(area.spectrum[:count], area.floats[:count])
+                    self._fast.subtract_rows(rest, first, area.floats[:count].numpy(), area.length)
+        return most
+
+    def _forward(self, area: _FusedArea, source: Any, first: int, rest: Any, count: int) -> int:
+        """Transform the blocks that begin at element ``first``."""
+        floats = area.floats[:count]
+        scales = area.scales[:count]
+        most: int = self._fast.load_rows(source, first, rest, area.length, area.limit, floats.numpy(), scales)
+        area.transform.forward(floats, area.spectrum[:count])
+        return most
+
+    def decode(self, messages: Tensor, out: Tensor | Pieces, weight: float, accumulate: bool) -> None:
+        self.check(out, messages)
+        place = place_of(out)
+        for area in self._areas:
+            sections = [((self._codec.bits, _mantissa(each)), area.sections(each)) for each in messages]
+            bounds = np.float32(weight), np.float32(2.0**area.limit), np.float32(area.padded)
+            for blocks in pieces(area.blocks, area.rows):
+                count = blocks.stop - blocks.start
+                floats, spectrum = area.floats[:count], area.spectrum[:count]
+                if not sections:
+                    spectrum.zero_()
+                for number, (coding, given) in enumerate(sections):
+                    inputs = area.numbers, count, number == 0, blocks.start, area.shape, coding
+                    if not self._fast.add_rows(*inputs, bounds, *given):
+                        raise area.places.damaged()
+                area.transform.inverse(spectrum, floats)
+                first = area.start + blocks.start * area.length
+                self._fast.write_rows(place, first, floats.numpy(), area.length, accumulate)
+
+    def _best_mantissa(self, source: Any) -> int:
+        mantissa, tried = candidates(self._codec.bits, self._codec.mantissa)
+        if mantissa >= 0:
+            return mantissa
+        area = self._areas[0]
+        sample = area.sample
+        for row, block in enumerate(sample):
+            floats, scales = area.floats[row : row + 1].numpy(), area.scales[row : row + 1]
+            self._fast.load_rows(source, block * area.length, NOTHING, area.length, area.limit, floats, scales)
+        area.transform.forward(area.floats[: len(sample)], area.spectrum[: len(sample)])
+        given = area.numbers, len(sample), area.shape, self._codec.bits, tried, area.packed, area.work
+        return int(self._fast.best_mantissa(*given))
+
+
+def _mantissa(message: Tensor) -> int:
+    return int(message[:4].view(torch.int32)[0])

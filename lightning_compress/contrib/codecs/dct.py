@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs.spectral.spectrum import Spectral, Transform
+from lightning_compress.codecs.spectral.spectrum import Spectral
+from lightning_compress.codecs.spectral.transform import Transform
 from lightning_compress.core.workspace import scratch
 
 
