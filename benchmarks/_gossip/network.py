@@ -29,7 +29,7 @@ from benchmarks.harness.results import write
 from benchmarks.harness.tables import show
 from lightning_compress.codecs import Codec, OneBit, Rotated
 from lightning_compress.collectives import TorchCollective, World
-from lightning_compress.collectives.counting import Meter
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import TwoShot
@@ -144,6 +144,7 @@ METHODS: dict[str, Callable[[int], Step]] = {
     "onebit": _compressed(OneBit()),
     f"local SGD, every {LOCAL_STEPS}": _all_reduce(LOCAL_STEPS),
     **{name: _gossip(**methods.METHODS[name]) for name in ("D-PSGD", "SGP", "SGP, used a round later")},
+    **{name: _gossip(**methods.METHODS[name]) for name in ("CHOCO, 1 bit", "DeepSqueeze, 1 bit", "DCD, 8 bits")},
     "Moniqua, 8 bits": _gossip("dpsgd", _moniqua(8)),
     "Moniqua, 1 bit": _gossip("dpsgd", _moniqua(1)),
     f"Moniqua, 8 bits, every {LOCAL_STEPS}": _gossip("dpsgd", _moniqua(8), every=LOCAL_STEPS),
@@ -201,7 +202,7 @@ def measure(given: argparse.Namespace) -> None:
     """
     if given.steps < LOCAL_STEPS or given.steps % LOCAL_STEPS:
         raise ValueError(f"--steps {given.steps} must be a multiple of {LOCAL_STEPS}, the local steps of some methods")
-    told = {"methods": list(METHODS)} | {name: getattr(given, name) for name in ("numel", "compute_ms", "steps")}
+    told = {name: getattr(given, name) for name in ("methods", "numel", "compute_ms", "steps")}
     place, cells = {name: getattr(given, name) for name in ("ranks", "rate", "last")}, []
     for delay in map(float, given.delays.split(",")):
         with Lab(given.ranks, given.rate, delay, given.last) as lab:
@@ -217,7 +218,7 @@ def _show(cell: dict[str, Any]) -> None:
         f"{cell['numel']:,} parameters, {cell['ranks']} ranks, {cell['rate']}{last}, "
         f"round trip of {cell['delay_ms']:g} ms (measured {cell['ping_ms']:.1f}); "
         f"computing emulated: a sleep of {cell['compute_ms']:g} ms, nothing beside it"
-    ) + kappa(cell["rate"], cell["wire_bytes"][DDP], cell["ms"][FREE])
+    ) + kappa(cell["rate"], all_reduce_bytes(4 * cell["numel"], cell["ranks"]), cell["ms"].get(FREE))
     rows = (
         (
             name,

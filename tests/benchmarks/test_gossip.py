@@ -54,7 +54,7 @@ def test_every_method_can_be_made():
         made = build(method, 0)
         assert isinstance(made, AllReduce) == (method == ALL_REDUCE)
         assert isinstance(made, AsyncGossip) == method.startswith("AD-PSGD")
-    assert len(OVER_LINKS) == 16
+    assert len(OVER_LINKS) == 19
 
 
 def test_ranks_draw_the_same_batches_whatever_the_method():
