@@ -12,10 +12,14 @@ from benchmarks._network.methods import SETS
 from benchmarks._sweeps import Step
 from lightning_compress import compare
 
-COMPARED = [settings["compressor"] for name in ("2_bits", "4_bits") for settings in SETS[name].values()]
-"""At 2 bits, then at 4."""
-SAME_SHARE = {"name": "topk", "density": 0.15}
-"""As many elements as fft keeps coefficients at theta 0.85, at 9.6 bits."""
+COMPARED = {
+    "fft, 5-bit, 2 bits": {"name": "fft", "theta": 0.706, "bits": 5},
+    **{name: each["compressor"] for name, each in SETS["2_bits"].items()},
+    "fft, 5-bit, 4 bits": {"name": "fft", "theta": 0.306, "bits": 5},
+    **{name: each["compressor"] for name, each in SETS["4_bits"].items()},
+    "topk 15 %": {"name": "topk", "density": 0.15},
+}
+"""At 2 bits, then at 4; and as many elements as fft keeps coefficients at theta 0.85, at 9.6 bits."""
 BLOCK = 4096
 """Elements that are transformed together, as fft does."""
 
@@ -37,7 +41,7 @@ def by_kind(steps: list[Step]) -> dict[str, list[Step]]:
 
 def errors(steps: list[Step]) -> tuple[str, ...]:
     """Return the elements, and the error of single messages by each method that is compared."""
-    found = compare(steps, [*COMPARED, SAME_SHARE], error_feedback=False)
+    found = compare(steps, COMPARED.values(), error_feedback=False)
     return (f"{found.numel:,}", *(f"{100 * row.error:.0f} %" for row in found.rows))
 
 
@@ -60,23 +64,22 @@ def spectrum(steps: list[Step]) -> tuple[Tensor, Tensor, Tensor]:
 
 def draw(spectra: dict[str, dict[str, tuple[Tensor, Tensor, Tensor]]], path: Path) -> None:
     """Write the picture, a PNG: a column for each kind of layer, by model."""
-    from recipes.tables.drawing import canvas, caption, legend, save, styles
+    from recipes.tables.drawing import canvas, caption, legend, save
 
     noise = spectrum([{"noise": torch.randn(100, BLOCK, generator=torch.Generator().manual_seed(0))}])
     shares = torch.arange(1, BLOCK // 2 + 1) * 2 / BLOCK
     columns = len(spectra)
-    title = "A spectrum decays, and fft leaves less behind, in convolutions alone"
+    title = "The spectra of convolutions decay, those of linear and recurrent layers are flat"
     figure, axes = canvas(title, (3.6 * columns + 1.6, 6.2), columns, nrows=2, sharex="row", sharey="row")
-    looks = styles(name for found in spectra.values() for name in found)
+    colors = {"resnet": "#1f77b4", "alexnet": "#d62728", "lstm": "#2ca02c", "white noise": "#999999"}
     for (name, found), above, below in zip(spectra.items(), axes[:columns], axes[columns:], strict=True):
         caption(above, f"{name}: power by frequency")
-        caption(below, "error, if the largest are kept")
+        caption(below, "largest coefficients kept (lines), or elements (dashed)")
         for label, (power, coefficients, elements) in (found | {"white noise": noise}).items():
-            look: dict[str, Any] = {"color": looks[label]["color"] if label in looks else "#999999", "lw": 1.3}
-            smooth = power.view(128, -1).mean(1)
-            above.loglog(torch.arange(1, 129) / 256, smooth, label=f"{label}", **look)
-            below.plot(shares, coefficients, label=f"{label}, coefficients", **look)
-            below.plot(shares, elements, "--", label=f"{label}, elements", **look)
+            look: dict[str, Any] = {"color": colors[label], "lw": 1.3}
+            above.loglog(torch.arange(1, 129) / 256, power.view(128, -1).mean(1), label=label, **look)
+            below.plot(shares, coefficients, **look)
+            below.plot(shares, elements, "--", **look)
         above.set_xlabel("cycles per element")
         below.set(xscale="log", xlim=(0.005, 1), xlabel="share kept; fft: 0.15")
         below.axvline(0.15, color="#cccccc", lw=0.8)

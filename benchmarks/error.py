@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._arguments import described, file_to_write, natural, plain_errors
-from benchmarks._kinds import by_kind, errors, spectrum
+from benchmarks._kinds import COMPARED, by_kind, errors, spectrum
 from benchmarks._kinds import draw as draw_spectra
-from benchmarks._network.methods import SETS
 from benchmarks._plot import Curve, draw
 from benchmarks._sweeps import ORDERS, Step, sweep
 from benchmarks.gradients import FOLDERS, captured
@@ -97,8 +96,7 @@ def show_kinds(gradients: dict[str, list[Step]], path: Path) -> None:
         for kind, own in by_kind(steps).items():
             rows.append((kind, model, *errors(own)))
             spectra.setdefault(kind, {})[model] = spectrum(own)
-    head = ("kind", "model", "elements", *(name for bits in ("2_bits", "4_bits") for name in SETS[bits]))
-    show((*head, "topk 15 %"), sorted(rows), "relative error of a message", width=150)
+    show(("kind", "model", "elements", *COMPARED), sorted(rows), "relative error of a message", width=150)
     draw_spectra({kind: found for kind, found in spectra.items() if kind != "embedding"}, path)
 
 
@@ -114,7 +112,8 @@ def main() -> None:
     parser.add_argument("--spectra", type=file_to_write, help="compare kinds of layers alone; draw their spectra here")
     arguments = parser.parse_args()
     if arguments.spectra:
-        show_kinds({name: captured(name, arguments.root, arguments.after, COUNT) for name in FOLDERS}, arguments.spectra)
+        every = {name: captured(name, arguments.root, arguments.after, COUNT) for name in FOLDERS}
+        show_kinds(every, arguments.spectra)
         return
     figures = {}
     for model in arguments.models or ["resnet", "lstm"]:

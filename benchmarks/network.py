@@ -3,7 +3,8 @@
     sudo python -m benchmarks.network --ranks 4 --rate 1gbit
     sudo python -m benchmarks.network --rate 100mbit --model alexnet --methods 'DDP,dgc 0.1 %,{"compressor": "fft"}'
     sudo python -m benchmarks.network --ranks 2,4,8 --rates 100mbit,1gbit,10gbit --plot steps.png --json steps.json
-    sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers
+    sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers --json alexnet.json
+    python -m benchmarks.network --measured alexnet.json     # its tables again
     sudo python -m benchmarks.network --rate 100mbit --set local --model transformer --steps 60
     sudo python -m benchmarks.network --rate 1gbit --set delay              # averages applied at once and a step later
     sudo python -m benchmarks.network --model resnet20 --rate 100mbit --set delay --asleep-ms 100  # with cores to spare
@@ -44,6 +45,10 @@ def main() -> None:
     """Measure and print the tables."""
     arguments = parse(__doc__)
     cells = arguments.cells if arguments.measured else run(arguments)
+    for cell in cells:
+        if arguments.measured and "wire_bytes" in cell:
+            show(cell, title(cell))
+    show_paper(cells)
     if arguments.plot:
         draw(cells, arguments.plot)
 
@@ -56,8 +61,6 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for how, found in results(arguments, ranks, rate):
                 cell = {"model": arguments.model, "ranks": ranks, "rate": rate, "delay_ms": arguments.delay_ms} | how
                 show(found, title(cell | found))
-                if any(name.startswith("fft, ") for name in arguments.methods):
-                    show_paper(found, title(cell | found))
                 cells.append(cell | found)
                 write(arguments.json, {"cells": cells})
     return cells

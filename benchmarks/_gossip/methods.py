@@ -19,6 +19,8 @@ def _sgp(delay: int) -> Settings:
 METHODS: dict[str, Settings] = {
     ALL_REDUCE: {},
     "D-PSGD": {"algorithm": "dpsgd"},
+    "D2": {"algorithm": "d2"},
+    "D2, Moniqua, 4 bits": {"algorithm": "d2", "compressor": {"name": "moniqua", "bits": 4}},
     "SGP": _sgp(0),
     "SGP, used a round later": _sgp(1),
     "Moniqua, 8 bits": _moniqua(8),

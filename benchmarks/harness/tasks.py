@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks._digits import mnist
 from benchmarks._target.characters import Characters
-from benchmarks.harness.models import perceptron
+from benchmarks.harness.models import MODELS, perceptron
 
 BATCH = 16
 INPUTS, HIDDEN, OUTPUTS = 64, 128, 16
@@ -61,5 +62,43 @@ class Learning:
         return torch.tensor([[float(model(own)) * len(own), len(own)]], dtype=torch.float64)
 
 
-Task = Characters | Learning
-TASKS: dict[str, type[Task]] = {"lstm": Characters, "mlp": Learning}
+class Classifier(nn.Module):
+    """An MLP of two hidden layers on images of MNIST: 644,000 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MODELS["mnist"][0]()
+
+    def forward(self, examples: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean cross-entropy, of images and labels."""
+        images, labels = examples
+        return nn.functional.cross_entropy(self.layers(images), labels)
+
+
+class Digits:
+    """4,000 images of MNIST to learn from, and 1,000 held out, of which the errors count; see ``Characters``."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        self._images, self._labels = mnist()
+
+    def model(self) -> nn.Module:
+        """A new one."""
+        return Classifier()
+
+    def batches(self, seed: int, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """A rank's, without end."""
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        while True:
+            rows = torch.randint(4000, (BATCH,), generator=generator)
+            yield self._images[rows], self._labels[rows]
+
+    @torch.no_grad()
+    def losses(self, model: nn.Module, rank: int, ranks: int) -> Tensor:
+        """Number of images that it gets wrong, and of all, ``[1, 2]``."""
+        images, labels = self._images[4000 + rank :: ranks], self._labels[4000 + rank :: ranks]
+        wrong = (model.get_submodule("layers")(images).argmax(1) != labels).sum()
+        return torch.tensor([[float(wrong), len(labels)]], dtype=torch.float64)
+
+
+Task = Characters | Learning | Digits
+TASKS: dict[str, type[Task]] = {"lstm": Characters, "mlp": Learning, "mnist": Digits}
