@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -296,6 +297,18 @@ def test_cells_are_written_one_by_one(tmp_path, monkeypatch):
     monkeypatch.setattr(network, "measure", measure)
     network.run(parse(monkeypatch, "--ranks", "2,4", "--rates", "1gbit", "--methods", "DDP", "--json", str(path)))
     assert seen == [0, 1]
+
+
+def test_figures_against_fft_have_a_column_for_each_cell(tmp_path, monkeypatch, capsys):
+    ms = {"DDP": 300.0, "fft, 2 bits": 100.0, "qsgd, 2 bits": 50.0}
+    cells = [{"model": "mlp", "ranks": size, "rate": "1gbit", "ms": ms | {"DDP": 100.0 * size}} for size in (2, 4)]
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"cells": cells}))
+    monkeypatch.setattr(sys, "argv", ["network", "--measured", str(path)])
+    network.main()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert ["DDP", "2.00 x", "4.00 x", "2.26 x"] in rows
+    assert ["qsgd, 2 bits", "0.50 x", "0.50 x", "1.31 x"] in rows
 
 
 def test_a_file_that_is_no_recording_is_refused(tmp_path, monkeypatch, capsys):

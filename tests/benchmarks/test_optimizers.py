@@ -4,8 +4,10 @@ import json
 import sys
 
 import pytest
+import torch
 
 from benchmarks import optimizers
+from benchmarks.harness import tasks
 from benchmarks.harness.methods import METHODS
 from lightning_compress.settings.run_state import RunState
 from tests.benchmarks.test_error import write_text
@@ -41,3 +43,16 @@ def test_every_method_is_one(name):
     RunState.of(**METHODS[name])
     for exchange in optimizers.EXCHANGES.values():
         assert RunState.of("none", exchange)
+
+
+def test_errors_on_images_are_counted(monkeypatch):
+    labels = torch.arange(5000) % 10
+    monkeypatch.setattr(tasks, "mnist", lambda: (torch.nn.functional.one_hot(labels, 784).float(), labels))
+    task, model = tasks.Digits(), tasks.Classifier()
+    images, drawn = next(task.batches(0, rank=1))
+    assert torch.equal(images.argmax(1), drawn)
+    model.layers = torch.nn.Identity()  # says the pixel, which is the label
+    assert task.losses(model, 0, 1).tolist() == [[0, 1000]]
+    model.layers = torch.nn.Linear(784, 10, bias=False)
+    model.layers.weight.data.zero_()  # says 0, which is a tenth of each share
+    assert task.losses(model, 1, 2).tolist() == [[500, 500]]
