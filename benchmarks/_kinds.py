@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,25 +23,13 @@ BLOCK = 4096
 """Elements that are transformed together, as fft does."""
 
 
-def kind(name: str, gradient: Tensor) -> str:
-    """Return the kind of layer that a parameter belongs to."""
-    if gradient.dim() == 4:
-        return "convolution"
-    return next((each for each in ("lstm", "embedding") if each in name), "linear").replace("lstm", "recurrent")
-
-
 def by_kind(steps: list[Step]) -> dict[str, list[Step]]:
     """Return the matrices and filters of each kind of layer, those that are large enough to be compressed."""
     kinds: dict[str, list[str]] = {}
     for name in compare(steps[:1], ["none"]).parameters:
-        kinds.setdefault(kind(name, steps[0][name]), []).append(name)
+        other = "recurrent" if "lstm" in name else "embedding" if "embedding" in name else "linear"
+        kinds.setdefault("convolution" if steps[0][name].dim() == 4 else other, []).append(name)
     return {each: [{name: step[name] for name in names} for step in steps] for each, names in kinds.items()}
-
-
-def errors(steps: list[Step]) -> tuple[str, ...]:
-    """Return the elements, and the error of single messages by each method that is compared."""
-    found = compare(steps, COMPARED.values(), error_feedback=False)
-    return (f"{found.numel:,}", *(f"{100 * row.error:.0f} %" for row in found.rows))
 
 
 def spectrum(steps: list[Step]) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,23 +39,20 @@ def spectrum(steps: list[Step]) -> tuple[Tensor, Tensor, Tensor]:
         Mean power by frequency over the mean of all, float32 ``[BLOCK / 2]``; and the relative error that is left if
         the largest share of coefficients, or of elements, of each block is kept, ``[BLOCK / 2]`` each.
     """
-    rows = torch.cat([torch.cat([each.reshape(-1) for each in step.values()]) for step in steps])
-    rows = rows[: len(rows) // BLOCK * BLOCK].view(-1, BLOCK)
+    vector = torch.cat([each.reshape(-1) for step in steps for each in step.values()])
+    rows = vector[: len(vector) // BLOCK * BLOCK].view(-1, BLOCK)
     power = torch.fft.rfft(rows).abs()[:, 1:].square()  # without the mean
-    mean = power.mean(0)
-    squares = rows.square().view(len(rows), -1)
-    kept = (each.sort(descending=True).values.cumsum(-1).sum(0) for each in (power, squares))
-    left = [(1 - each / each[-1]).clamp(min=0).sqrt() for each in kept]
-    return mean / mean.mean(), left[0], left[1][1::2]
+    kept = (each.sort(descending=True).values.cumsum(-1).sum(0) for each in (power, rows.square()))
+    coefficients, elements = ((1 - each / each[-1]).clamp(min=0).sqrt() for each in kept)
+    return power.mean(0) / power.mean(), coefficients, elements[1::2]
 
 
 def draw(spectra: dict[str, dict[str, tuple[Tensor, Tensor, Tensor]]], path: Path) -> None:
     """Write the picture, a PNG: a column for each kind of layer, by model."""
     from recipes.tables.drawing import canvas, caption, legend, save
 
-    noise = spectrum([{"noise": torch.randn(100, BLOCK, generator=torch.Generator().manual_seed(0))}])
+    noise, columns = spectrum([{"noise": torch.randn(100, BLOCK)}]), len(spectra)
     shares = torch.arange(1, BLOCK // 2 + 1) * 2 / BLOCK
-    columns = len(spectra)
     title = "The spectra of convolutions decay, those of linear and recurrent layers are flat"
     figure, axes = canvas(title, (3.6 * columns + 1.6, 6.2), columns, nrows=2, sharex="row", sharey="row")
     colors = {"resnet": "#1f77b4", "alexnet": "#d62728", "lstm": "#2ca02c", "white noise": "#999999"}
@@ -76,14 +60,10 @@ def draw(spectra: dict[str, dict[str, tuple[Tensor, Tensor, Tensor]]], path: Pat
         caption(above, f"{name}: power by frequency")
         caption(below, "largest coefficients kept (lines), or elements (dashed)")
         for label, (power, coefficients, elements) in (found | {"white noise": noise}).items():
-            look: dict[str, Any] = {"color": colors[label], "lw": 1.3}
-            above.loglog(torch.arange(1, 129) / 256, power.view(128, -1).mean(1), label=label, **look)
-            below.plot(shares, coefficients, **look)
-            below.plot(shares, elements, "--", **look)
+            above.loglog(torch.arange(1, 129) / 256, power.view(128, -1).mean(1), color=colors[label], label=label)
+            below.plot(shares, coefficients, "-", shares, elements, "--", color=colors[label])
         above.set_xlabel("cycles per element")
         below.set(xscale="log", xlim=(0.005, 1), xlabel="share kept; fft: 0.15")
-        below.axvline(0.15, color="#cccccc", lw=0.8)
-        below.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes[0].set_ylabel("power over its mean")
     axes[columns].set_ylabel("relative error")
     legend(figure, *axes)

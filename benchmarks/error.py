@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._arguments import described, file_to_write, natural, plain_errors
-from benchmarks._kinds import COMPARED, by_kind, errors, spectrum
+from benchmarks._kinds import COMPARED, by_kind, spectrum
 from benchmarks._kinds import draw as draw_spectra
 from benchmarks._plot import Curve, draw
 from benchmarks._sweeps import ORDERS, Step, sweep
@@ -94,10 +94,11 @@ def show_kinds(gradients: dict[str, list[Step]], path: Path) -> None:
     rows, spectra = [], dict[str, dict[str, Any]]()
     for model, steps in gradients.items():
         for kind, own in by_kind(steps).items():
-            rows.append((kind, model, *errors(own)))
+            found = compare(own, COMPARED.values(), error_feedback=False)
+            rows.append((kind, model, f"{found.numel:,}", *(f"{100 * row.error:.0f} %" for row in found.rows)))
             spectra.setdefault(kind, {})[model] = spectrum(own)
     show(("kind", "model", "elements", *COMPARED), sorted(rows), "relative error of a message", width=150)
-    draw_spectra({kind: found for kind, found in spectra.items() if kind != "embedding"}, path)
+    draw_spectra({kind: each for kind, each in spectra.items() if kind != "embedding"}, path)
 
 
 @plain_errors()

@@ -93,13 +93,7 @@ def main() -> None:
     """Run what the command line asks for."""
     told: Any = parse()
     torch.set_num_threads(1)
-    if told.what == "accuracy":
-        accuracy(told)
-        return
-    if told.what == "memory":
-        memory.measure(told.ranks, told.numel)
-        return
-    network.measure(told)
+    {"accuracy": accuracy, "network": network.measure, "memory": memory.measure}[told.what](told)
 
 
 def parse() -> argparse.Namespace:

@@ -3,8 +3,7 @@
     sudo python -m benchmarks.network --ranks 4 --rate 1gbit
     sudo python -m benchmarks.network --rate 100mbit --model alexnet --methods 'DDP,dgc 0.1 %,{"compressor": "fft"}'
     sudo python -m benchmarks.network --ranks 2,4,8 --rates 100mbit,1gbit,10gbit --plot steps.png --json steps.json
-    sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers --json alexnet.json
-    python -m benchmarks.network --measured alexnet.json     # its tables again
+    sudo python -m benchmarks.network --model alexnet --set 2_bits,4_bits,papers
     sudo python -m benchmarks.network --rate 100mbit --set local --model transformer --steps 60
     sudo python -m benchmarks.network --rate 1gbit --set delay              # averages applied at once and a step later
     sudo python -m benchmarks.network --model resnet20 --rate 100mbit --set delay --asleep-ms 100  # with cores to spare

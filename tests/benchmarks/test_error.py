@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import _kinds, _sweeps
 from benchmarks._plot import draw
-from benchmarks.error import each_parameter, methods, orders
+from benchmarks.error import each_parameter, methods, orders, show_kinds
 from benchmarks.gradients import captured
 from lightning_compress import compare
 from lightning_compress.codecs import CODECS
@@ -88,7 +88,7 @@ def test_gradients_of_resnet(tmp_path):
     assert len(compare(step, ["bf16"]).parameters) == 18
 
 
-def test_kinds_of_layers_are_told_apart(tmp_path):
+def test_kinds_of_layers_are_told_apart(tmp_path, capsys):
     shapes = {"features.0.weight": (64, 64, 3, 3), "lstm.weight_hh_l0": (128, 64), "embedding.weight": (64, 64)}
     shapes |= {"head.weight": (100, 50), "head.bias": (2000,), "fc.weight": (10, 64)}
     generator = torch.Generator().manual_seed(0)
@@ -98,8 +98,10 @@ def test_kinds_of_layers_are_told_apart(tmp_path):
     assert {name: list(own[1]) for name, own in found.items()} == dict(
         zip(kinds, [[name] for name in shapes], strict=False)
     )
-    cells = _kinds.errors(found["linear"])
-    assert (cells[0], len(cells)) == ("5,000", 1 + len(_kinds.COMPARED))
+    show_kinds({"resnet": given, "alexnet": given[:1], "lstm": given}, tmp_path / "all.png")
+    rows = [line for line in capsys.readouterr().out.splitlines() if "│ 36,864" in line]
+    assert len(rows) == 3
+    assert all(line.count(" %") == len(_kinds.COMPARED) for line in rows)
     _kinds.draw({"convolution": {"resnet": _kinds.spectrum(found["convolution"])}}, tmp_path / "spectra.png")
     assert (tmp_path / "spectra.png").stat().st_size > 10_000
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import _timing, gpu, step
-from benchmarks._gpu import codecs, codecs_table, composed, echo, isolated, trace
+from benchmarks._gpu import codecs, codecs_table, echo, isolated, trace
 from benchmarks._gpu.machine import surroundings
 from lightning_compress import kernels
 from tests.benchmarks import tasks
@@ -222,17 +222,3 @@ def test_commands_are_told_where_and_how_long(tmp_path):
     assert "triton" in files["kernels"]
     (training,) = gpu.commands("train", 99.0, tmp_path, tmp_path / "data")
     assert training[-2:] == ["--data", str(tmp_path / "data")]
-
-
-def test_a_composed_step_is_computing_codec_and_sending(tmp_path, monkeypatch, capsys):
-    times = {"encode_sum": {"ms": 1.0}, "decode_8": {"ms": 2.0}}
-    rows = [{"codec": name, "numel": 1000, "kernels": {"bits": 4.0} | times} for name in ("fft", "qsgd", "topk")]
-    path = tmp_path / "codecs.json"
-    path.write_text(json.dumps({"rows": rows}))
-    words = ["--measured", str(path), "--numel", "1000000", "--gbits", "1"]
-    monkeypatch.setattr(sys, "argv", ["composed", *words])
-    composed.main()
-    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    assert next(line for line in lines if line[:1] == ["DDP"])[1:4] == ["32.0", "0.0", "56.0"]
-    assert next(line for line in lines if line[:1] == ["fft"])[1:5] == ["4.0", "3000.0", "28.0", "1.00 x"]
-    assert next(line for line in lines if line[:1] == ["terngrad"])[3:5] == ["14.0", "1.00 x"]

@@ -48,9 +48,11 @@ def test_every_method_is_one(name):
 def test_errors_on_images_are_counted(monkeypatch):
     labels = torch.arange(5000) % 10
     monkeypatch.setattr(tasks, "mnist", lambda: (torch.nn.functional.one_hot(labels, 784).float(), labels))
-    task, model = tasks.Digits(), tasks.Classifier()
-    images, drawn = next(task.batches(0, rank=1))
-    assert torch.equal(images.argmax(1), drawn)
+    task = tasks.Digits()
+    model = task.model()
+    examples = next(task.batches(0, rank=1))
+    assert examples.shape == (16, 785)
+    assert torch.equal(examples[:, :-1].argmax(1), examples[:, -1].long())
     model.layers = torch.nn.Identity()  # says the pixel, which is the label
     assert task.losses(model, 0, 1).tolist() == [[0, 1000]]
     model.layers = torch.nn.Linear(784, 10, bias=False)
