@@ -87,9 +87,9 @@ def test_ranks_that_do_not_wait_learn_digits(tmp_path, monkeypatch, capfd):
     ("method", "state"), [("D-PSGD", 0), ("D2", 4), ("DeepSqueeze, 1 bit", 4), ("CHOCO, 1 bit", 8)]
 )
 def test_what_a_method_keeps_is_measured(method, state):
-    found, with_buffers = kept(method, ranks=3, numel=1 << 14)
+    found, with_buffers = kept(method, ranks=3, numel=1 << 18)
     assert found == state
-    assert with_buffers >= state
+    assert with_buffers > state - 0.1  # what other tests left may be freed meanwhile
 
 
 def test_moniqua_keeps_less_than_a_float_for_each_parameter():

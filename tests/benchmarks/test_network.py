@@ -33,7 +33,8 @@ def namespaces(pid=None):
 @root
 def test_bytes_on_the_wire_are_those_of_the_formula():
     wanted = ["onebit", '{"compressor": "topk", "exchange": "split_gather"}', '{"compressor": "bf16"}']
-    found = network.measure(2, "1gbit", "mlp", ["DDP", "no communication", *wanted], 1, 1, warm=2)
+    every = ["DDP", "no communication", *wanted]
+    found = network.measure(2, "1gbit", model="mlp", methods=every, steps=1, rounds=1, warm=2)
     for name in wanted:
         assert found["wire_bytes"][name] == pytest.approx(found["formula_bytes"][name], rel=0.03)
     assert found["wire_bytes"]["DDP"] > 40e6 > 1e5 > found["wire_bytes"]["no communication"]
