@@ -29,7 +29,6 @@ from benchmarks._arguments import (
     some_of,
 )
 from benchmarks._network.choosing import AUTO, COMPRESSORS, DDP, Cell, best, chosen, measure_cell, over
-from benchmarks._network.plot import draw, panels
 from benchmarks.harness import tables
 from benchmarks.harness.lab import bits_per_second
 from benchmarks.harness.models import MODELS
@@ -82,15 +81,12 @@ def parse() -> argparse.Namespace:
         default=4.0,
         help="seconds that the bytes of a step of DDP may take for it to be run",
     )
-    add("--plot", type=file_to_write, help="draw step time against rate and ranks, a PNG")
     add("--json", type=file_to_write, help="write the cells here, after each, and go on from what is there")
     arguments = parser.parse_args()
     arguments.rates = arguments.rates.split(",")
     try:
         for rate in arguments.rates:
             bits_per_second(rate)
-        if arguments.plot:
-            panels([{"ranks": ranks, "rate": rate} for ranks in arguments.ranks for rate in arguments.rates])
     except ValueError as error:
         parser.error(str(error))
     return arguments
@@ -118,8 +114,6 @@ def main() -> None:
             write(arguments.json, cells)
     cells = [cell for cell in cells if tuple(cell[key] for key in keys) in wanted]
     show(cells)
-    if arguments.plot:
-        draw(cells, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
     sudo python -m benchmarks.gossip network --ranks 8 --rate 100mbit --delays 0,10 --json gossip.json
     sudo python -m benchmarks.gossip network --ranks 8 --rate 100mbit --last 10mbit --delays 0     # uneven links
+    python -m benchmarks.gossip memory                                 # bytes that each method keeps
 
 For accuracy ranks are threads of one process. A run is a row of the CSV file, written when it ends; those that are
 there are not run again, so that it may be interrupted. All methods have the same steps, batches, first weights and
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks._arguments import above_zero, described, file_to_write, plain_errors, positive, positives
-from benchmarks._gossip import network
+from benchmarks._gossip import memory, network
 from benchmarks._gossip.data import Pictures
 from benchmarks._gossip.methods import METHODS
 from benchmarks._gossip.training import Job, run_as_threads
@@ -92,10 +93,7 @@ def main() -> None:
     """Run what the command line asks for."""
     told: Any = parse()
     torch.set_num_threads(1)
-    if told.what == "accuracy":
-        accuracy(told)
-        return
-    network.measure(told)
+    {"accuracy": accuracy, "network": network.measure, "memory": memory.measure}[told.what](told)
 
 
 def parse() -> argparse.Namespace:
@@ -123,7 +121,11 @@ def parse() -> argparse.Namespace:
     add("--numel", type=positive, default=269_722, help="parameters; ResNet-20 has 269,722, ResNet-110 1.7 million")
     add("--compute-ms", type=float, default=50.0, help="what a step computes, asleep")
     add("--steps", type=positive, default=64)
+    add("--methods", nargs="+", choices=network.METHODS, default=list(network.METHODS))
     add("--json", type=file_to_write, help="write the figures here")
+    state = parts.add_parser("memory", help="bytes for each parameter that a rank keeps between two rounds")
+    state.add_argument("--ranks", type=positive, default=4)
+    state.add_argument("--numel", type=positive, default=1 << 20, help="parameters")
     return parser.parse_args()
 
 

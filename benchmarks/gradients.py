@@ -2,14 +2,15 @@
 
     python -m benchmarks.gradients --root data --model lstm --out gradients.pt
 
-Plain training in one process: ResNet-20 on CIFAR-10 with SGD, momentum 0.9 and learning rate 0.1, 128 images a step;
-or a character LSTM on the English captions of Multi30k with Adam and learning rate 0.003, 32 excerpts of 64
-characters a step.
+Plain training in one process: ResNet-20 or AlexNet on CIFAR-10 with SGD, momentum 0.9 and learning rate 0.1 or 0.01,
+128 images a step; or a character LSTM on the English captions of Multi30k with Adam and learning rate 0.003, 32
+excerpts of 64 characters a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,17 +20,17 @@ from benchmarks import _language
 from benchmarks._arguments import described, file_to_write, natural, plain_errors, positive
 from lightning_compress import compare
 from recipes.resnet.cifar10 import FOLDER, TRAIN_FILES, read_batches
-from recipes.resnet.model import ResNet
+from recipes.resnet.model import AlexNet, ResNet
 
 Step = dict[str, Tensor]
 
 
-def resnet(root: Path) -> Iterator[Step]:
-    """Gradients of ResNet-20, step after step, for one pass over a fifth of the images."""
+def images(root: Path, make: Callable[[], nn.Module], rate: float) -> Iterator[Step]:
+    """Gradients of a classifier, step after step, for one pass over a fifth of the images."""
     torch.manual_seed(0)
     split = read_batches(root / FOLDER, TRAIN_FILES[:1])
-    model = ResNet(20)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=0.9)
     for images, labels in zip(split.images.split(128), split.labels.split(128), strict=True):
         loss = nn.functional.cross_entropy(model((images.float() / 255 - 0.47) / 0.25), labels)
         yield _step(model, optimizer, loss)
@@ -46,8 +47,12 @@ def lstm(root: Path) -> Iterator[Step]:
         yield _step(model, optimizer, model(_language.excerpts(text.train, 32, 64, generator)))
 
 
-MODELS: dict[str, Callable[[Path], Iterator[Step]]] = {"resnet": resnet, "lstm": lstm}
-FOLDERS = {"resnet": FOLDER, "lstm": _language.FOLDER}
+MODELS: dict[str, Callable[[Path], Iterator[Step]]] = {
+    "resnet": partial(images, make=lambda: ResNet(20), rate=0.1),
+    "lstm": lstm,
+    "alexnet": partial(images, make=lambda: AlexNet(10, image_size=32, hidden=2048), rate=0.01),
+}
+FOLDERS = {"resnet": FOLDER, "lstm": _language.FOLDER, "alexnet": FOLDER}
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Step:

@@ -44,6 +44,10 @@ def main() -> None:
     """Measure and print the tables."""
     arguments = parse(__doc__)
     cells = arguments.cells if arguments.measured else run(arguments)
+    for cell in cells:
+        if arguments.measured and "wire_bytes" in cell:
+            show(cell, title(cell))
+    show_paper(cells)
     if arguments.plot:
         draw(cells, arguments.plot)
 
@@ -56,8 +60,6 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for how, found in results(arguments, ranks, rate):
                 cell = {"model": arguments.model, "ranks": ranks, "rate": rate, "delay_ms": arguments.delay_ms} | how
                 show(found, title(cell | found))
-                if any(name.startswith("fft, ") for name in arguments.methods):
-                    show_paper(found, title(cell | found))
                 cells.append(cell | found)
                 write(arguments.json, {"cells": cells})
     return cells

@@ -1,7 +1,6 @@
 """Distance from the optimum, epoch by epoch: SGD, QSGD, SVRG and QSVRG on a convex problem.
 
     python -m benchmarks.qsvrg
-    python -m benchmarks.qsvrg --ranks 8 --csv qsvrg.csv --plot qsvrg.png
     python -m benchmarks.qsvrg --staleness 4 --rate 0.25
 
 QSVRG (Alistarh et al., NIPS 2017, arXiv:1610.02132) is SVRG (Johnson and Zhang, NIPS 2013) whose ranks send their
@@ -19,14 +18,11 @@ that (``BoundedStaleness``). They meet at the end of an epoch.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from benchmarks._arguments import above_zero, described, file_to_write, natural, plain_errors, positive
+from benchmarks._arguments import above_zero, described, natural, plain_errors, positive
 from benchmarks._qsvrg.problem import Problem
 from benchmarks._qsvrg.training import Method, Training, distances, late_distances
-from benchmarks.harness.results import write_table
 from benchmarks.harness.tables import show
 from lightning_compress.codecs import QSGD, Dense
 
@@ -37,26 +33,6 @@ METHODS = {
     "QSVRG 6 bits, l2": Method(QSGD(6, bucket=1024, norm="l2"), True),  # 31 levels > sqrt(650), as the paper's theorem
     "QSVRG 4 bits": Method(QSGD(4), True),
 }
-
-
-def draw(found: dict[str, list[float]], title: str, path: Path) -> None:
-    """Write the picture, a PNG."""
-    from recipes.tables.drawing import canvas, legend, save, styles
-
-    figure, (axes,) = canvas(title, (7.4, 3.8))
-    for name, style in styles(found).items():
-        values = [max(value, 1e-16) for value in found[name]]
-        axes.semilogy(range(1, len(values) + 1), values, ms=4, label=name, **style)
-    axes.set(xlabel="epochs", ylabel="value above the optimum")
-    legend(figure, axes)
-    save(figure, path)
-
-
-def write(found: dict[str, list[float]], bits: dict[str, float], path: Path) -> None:
-    """Write a row for each method and epoch."""
-    points = ((name, epoch, value) for name, each in found.items() for epoch, value in enumerate(each, 1))
-    rows = ((name, f"{bits[name]:.3f}", epoch, value) for name, epoch, value in points)
-    write_table(path, ("method", "bits", "epoch", "above_optimum"), rows)
 
 
 @plain_errors()
@@ -73,8 +49,6 @@ def main() -> None:
     add("--seed", type=natural, default=Training.seed)
     add("--staleness", type=natural, help="ranks may be so many steps ahead of the slowest; all at the same step")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    add("--csv", type=file_to_write, help="write the figures here")
-    add("--plot", type=file_to_write, help="draw them here")
     given = parser.parse_args()
     torch.set_num_threads(1)
     problem = Problem.of_digits(given.ranks, given.penalty)
@@ -90,10 +64,6 @@ def main() -> None:
     rows = ((name, f"{bits[name]:.1f}", *(f"{value:.0e}" for value in each)) for name, each in found.items())
     head, caption = ("method", "bits", *epochs), "bits: what a rank sends for a weight and step, to all others together"
     show(head, rows, f"value above the optimum, by epoch: {title}", caption, width=130)
-    if given.csv:
-        write(found, bits, given.csv)
-    if given.plot:
-        draw(found, title, given.plot)
 
 
 if __name__ == "__main__":

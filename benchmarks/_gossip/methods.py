@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from lightning_compress.collectives import Collective
+from lightning_compress.core.layout import Layout
+from lightning_compress.gossip.algorithm import Mixing
+from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
+from lightning_compress.gossip.neighbours import Neighbours
+from lightning_compress.gossip.topology import build_topology
+
 ALL_REDUCE = "all-reduce"
 Settings = dict[str, Any]
+
+
+def begin(settings: Settings, ranks: Collective, numel: int) -> Mixing:
+    """Start to mix vectors of ``numel`` zeros by a method, on one of its ranks."""
+    algorithm = build_algorithm(settings["algorithm"])
+    topology = algorithm.fit_topology(build_topology(settings.get("topology", "ring"), ranks.size), None)
+    compressor = build_gossip_compressor(settings.get("compressor"), algorithm)
+    layout = Layout.of([("x", (numel,))])
+    return algorithm.begin(torch.zeros(numel), Neighbours(ranks, topology), compressor, layout, 0)
 
 
 def _moniqua(bits: int, every: int = 1) -> Settings:
@@ -19,6 +37,8 @@ def _sgp(delay: int) -> Settings:
 METHODS: dict[str, Settings] = {
     ALL_REDUCE: {},
     "D-PSGD": {"algorithm": "dpsgd"},
+    "D2": {"algorithm": "d2"},
+    "D2, Moniqua, 4 bits": {"algorithm": "d2", "compressor": {"name": "moniqua", "bits": 4}},
     "SGP": _sgp(0),
     "SGP, used a round later": _sgp(1),
     "Moniqua, 8 bits": _moniqua(8),

@@ -29,14 +29,11 @@ from benchmarks.harness.results import write
 from benchmarks.harness.tables import show
 from lightning_compress.codecs import Codec, OneBit, Rotated
 from lightning_compress.collectives import TorchCollective, World
-from lightning_compress.collectives.counting import Meter
+from lightning_compress.collectives.counting import Meter, all_reduce_bytes
 from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import TwoShot
 from lightning_compress.exchanges.message import Section
-from lightning_compress.gossip.build import build_algorithm, build_gossip_compressor
-from lightning_compress.gossip.neighbours import Neighbours
-from lightning_compress.gossip.topology import build_topology
 
 LOCAL_STEPS = 16
 DDP = "DDP's all-reduce"
@@ -60,21 +57,16 @@ def _compressed(codec: Codec) -> Callable[[int], Step]:
     return make
 
 
-def _gossip(
-    algorithm: object, compressor: object = None, topology: str = "ring", every: int = 1
-) -> Callable[[int], Step]:
+def _gossip(settings: methods.Settings, every: int = 1) -> Callable[[int], Step]:
     def make(numel: int) -> Step:
-        algorithm_, ranks = build_algorithm(algorithm), TorchCollective()
-        neighbours = Neighbours(ranks, algorithm_.fit_topology(build_topology(topology, ranks.size), None))
-        compressor_ = build_gossip_compressor(compressor, algorithm_)
-        mixing = algorithm_.begin(torch.zeros(numel), neighbours, compressor_, Layout.of([("x", (numel,))]), 0)
+        mixing = methods.begin(settings, TorchCollective(), numel)
         return lambda vector, step: mixing.mix(vector, 0.1) if (step + 1) % every == 0 else None
 
     return make
 
 
-def _moniqua(bits: int) -> dict[str, object]:
-    return {"name": "moniqua", "bits": bits, "theta": 1.0}
+def _moniqua(bits: int) -> methods.Settings:
+    return {"algorithm": "dpsgd", "compressor": {"name": "moniqua", "bits": bits, "theta": 1.0}}
 
 
 class _Bucket:
@@ -143,10 +135,11 @@ METHODS: dict[str, Callable[[int], Step]] = {
     "rotated, 4 bits": _compressed(Rotated()),
     "onebit": _compressed(OneBit()),
     f"local SGD, every {LOCAL_STEPS}": _all_reduce(LOCAL_STEPS),
-    **{name: _gossip(**methods.METHODS[name]) for name in ("D-PSGD", "SGP", "SGP, used a round later")},
-    "Moniqua, 8 bits": _gossip("dpsgd", _moniqua(8)),
-    "Moniqua, 1 bit": _gossip("dpsgd", _moniqua(1)),
-    f"Moniqua, 8 bits, every {LOCAL_STEPS}": _gossip("dpsgd", _moniqua(8), every=LOCAL_STEPS),
+    **{name: _gossip(methods.METHODS[name]) for name in ("D-PSGD", "SGP", "SGP, used a round later")},
+    **{name: _gossip(methods.METHODS[name]) for name in ("CHOCO, 1 bit", "DeepSqueeze, 1 bit", "DCD, 8 bits")},
+    "Moniqua, 8 bits": _gossip(_moniqua(8)),
+    "Moniqua, 1 bit": _gossip(_moniqua(1)),
+    f"Moniqua, 8 bits, every {LOCAL_STEPS}": _gossip(_moniqua(8), every=LOCAL_STEPS),
     "AD-PSGD": partial(Asynchronous, compressor=None),
     "AD-PSGD, Moniqua, 8 bits": partial(Asynchronous, compressor="moniqua"),
     "AD-PSGD, Moniqua, 4 bits": partial(Asynchronous, compressor={"name": "moniqua", "bits": 4}),
@@ -201,7 +194,7 @@ def measure(given: argparse.Namespace) -> None:
     """
     if given.steps < LOCAL_STEPS or given.steps % LOCAL_STEPS:
         raise ValueError(f"--steps {given.steps} must be a multiple of {LOCAL_STEPS}, the local steps of some methods")
-    told = {"methods": list(METHODS)} | {name: getattr(given, name) for name in ("numel", "compute_ms", "steps")}
+    told = {name: getattr(given, name) for name in ("methods", "numel", "compute_ms", "steps")}
     place, cells = {name: getattr(given, name) for name in ("ranks", "rate", "last")}, []
     for delay in map(float, given.delays.split(",")):
         with Lab(given.ranks, given.rate, delay, given.last) as lab:
@@ -217,7 +210,7 @@ def _show(cell: dict[str, Any]) -> None:
         f"{cell['numel']:,} parameters, {cell['ranks']} ranks, {cell['rate']}{last}, "
         f"round trip of {cell['delay_ms']:g} ms (measured {cell['ping_ms']:.1f}); "
         f"computing emulated: a sleep of {cell['compute_ms']:g} ms, nothing beside it"
-    ) + kappa(cell["rate"], cell["wire_bytes"][DDP], cell["ms"][FREE])
+    ) + kappa(cell["rate"], all_reduce_bytes(4 * cell["numel"], cell["ranks"]), cell["ms"].get(FREE))
     rows = (
         (
             name,

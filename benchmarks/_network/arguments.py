@@ -42,7 +42,7 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     add("--warm", type=natural, default=4, help="steps in each round before those that count")
     add("--json", type=file_to_write, help="write the figures here, after each cell")
     add("--plot", type=file_to_write, help="draw step time against rate and ranks, a PNG")
-    add("--measured", type=Path, help="draw the figures that --json wrote to this file, in place of measuring")
+    add("--measured", type=Path, help="show the figures that --json wrote to this file, in place of measuring")
     add("--record", type=file_to_write, help="take the steps of one cell down to this file")
     add("--contended", action="store_true", help="recorded ranks compute at once, not one by one")
     add("--replay", type=Path, help="play a recorded file")

@@ -30,19 +30,17 @@ def draw(cells: list[Cell], path: Path) -> None:
     """Write the picture, a PNG.
 
     Args:
-        cells: each with ``model``, ``ranks``, ``rate`` and ``ms`` by method, and ``compressor`` where methods are
-            exchanges of one; those of the model and the compressor that most are of are drawn.
+        cells: of one model, each with ``model``, ``ranks``, ``rate`` and ``ms`` by method.
         path: file to write.
 
     Raises:
         ValueError: there is nothing to draw a line through.
     """
-    cells, subject = _subject(cells)
     parts = panels(cells)
     names = shown(list(dict.fromkeys(name for cell in cells for name in cell["ms"])))
     figure, axes = canvas(point(parts), (4.6 * len(parts) + 2.2, 4.0), len(parts), sharey=True)
     for place, (label, against, points) in zip(axes, parts, strict=True):
-        caption(place, f"{subject}, {label}")
+        caption(place, f"{cells[0]['model']}, {label}")
         for name, style in styles(names).items():
             line = sorted((x, cell["ms"][name]) for x, cell in points if name in cell["ms"])
             drawn = style | {"ls": "--" if name == "no communication" else "-", "ms": 5, "lw": 1.4, "label": name}
@@ -70,13 +68,6 @@ def point(parts: list[tuple[str, str, list[tuple[float, Cell]]]]) -> str:
 def shown(names: list[str]) -> list[str]:
     """At most ``LINES`` of the names, those that are compared most first."""
     return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))[:LINES]
-
-
-def _subject(cells: list[Cell]) -> tuple[list[Cell], str]:
-    """The cells of the model and the compressor that most are of, and what they are."""
-    (model, compressor), _ = Counter((cell["model"], cell.get("compressor")) for cell in cells).most_common(1)[0]
-    own = [cell for cell in cells if (cell["model"], cell.get("compressor")) == (model, compressor)]
-    return own, f"{model}, exchanges of {compressor}" if compressor else model
 
 
 def panels(cells: list[Cell]) -> list[tuple[str, str, list[tuple[float, Cell]]]]:

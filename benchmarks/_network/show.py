@@ -87,14 +87,16 @@ def _ratio(above: float | None, below: float | None) -> str:
     return f"{above / below:.2f} x" if above and below else ""
 
 
-def show_paper(found: dict[str, Any], said: str) -> None:
-    """Print by what factor each fft is faster than what it was run with, beside the paper's factors."""
-    medians = found["ms"]
+def show_paper(cells: list[dict[str, Any]]) -> None:
+    """Print by what factor each fft is faster than what it was run with, a column for each cell, and the paper's."""
+    cells = [cell for cell in cells if any(name.startswith("fft, ") for name in cell["ms"])]
     rows = []
-    for name, value in medians.items():
+    for name in dict.fromkeys(name for cell in cells for name in cell["ms"]):
         family, _, which = name.partition(", ")
-        rival = next((ms for fft, ms in medians.items() if fft.startswith(f"fft, {which}")), None)
-        if family in PAPER and rival and family != "fft":
-            rows.append((name, f"{value / rival:.2f} x", f"{PAPER[family]} x"))
-    head, caption = ("fft against", "here", "in the paper"), "not comparable in absolute terms"
-    show_table(head, rows, said, caption, width=_width())
+        if family in PAPER:
+            own = next(fft for cell in cells for fft in cell["ms"] if fft.startswith(f"fft, {which}"))
+            ratios = (_ratio(cell["ms"].get(name), cell["ms"].get(own)) for cell in cells)
+            rows.append((name, *ratios, f"{PAPER[family]} x"))
+    if rows:
+        head = ("fft against", *(f"{cell['ranks']} ranks, {cell['rate']}" for cell in cells), "in the paper")
+        show_table(head, rows, "not comparable in absolute terms", width=_width())

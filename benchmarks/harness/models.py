@@ -57,6 +57,7 @@ def classifier() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (16, 1768)),
+    "mnist": (lambda: perceptron(784, 500, 500, 10), (16, 784)),
     "classifier": (classifier, (8, 4096)),
     "resnet20": (lambda: ResNet(20), (32, 3, 32, 32)),
     "lstm": (recurrent, (4, 20, 1024)),

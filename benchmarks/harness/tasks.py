@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks._digits import mnist
 from benchmarks._language import CharTransformer
 from benchmarks._target.characters import LENGTH, Characters
 from benchmarks.harness.models import perceptron
@@ -19,9 +20,9 @@ INPUTS, HIDDEN, OUTPUTS = 64, 128, 16
 class MLP(nn.Module):
     """Two hidden layers: 26,624 weights, all matrices large enough to be compressed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *widths: int) -> None:
         super().__init__()
-        self.layers = perceptron(INPUTS, HIDDEN, HIDDEN, OUTPUTS)
+        self.layers = perceptron(*(widths or (INPUTS, HIDDEN, HIDDEN, OUTPUTS)))
 
     def forward(self, examples: Tensor) -> Tensor:
         """Mean squared error over the targets' variance; float32 ``[batch, INPUTS + OUTPUTS]``."""
@@ -78,10 +79,43 @@ class LargeBatches(Decoder):
     batch = 64
 
 
+class Classifier(MLP):
+    """For images and their labels."""
+
+    def forward(self, examples: Tensor) -> Tensor:
+        """Mean cross-entropy; float32 ``[batch, 785]``, the label last."""
+        loss: Tensor = nn.functional.cross_entropy(self.layers(examples[:, :-1]), examples[:, -1].long())
+        return loss
+
+
+class Digits(Learning):
+    """4,000 images of MNIST to learn from, and 1,000 held out, whose errors take the place of a loss."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        images, labels = mnist()
+        self._learnt, self._held_out = torch.cat([images, labels[:, None]], 1).split([4000, 1000])
+
+    def _draw(self, count: int, generator: torch.Generator) -> Tensor:
+        rows: Tensor = self._learnt[torch.randint(4000, (count,), generator=generator)]
+        return rows
+
+    def model(self) -> nn.Module:
+        """A new one, with 647,000 weights."""
+        return Classifier(784, 500, 500, 10)
+
+    @torch.no_grad()
+    def losses(self, model: nn.Module, rank: int, ranks: int) -> Tensor:
+        """Number of images that it gets wrong, and of all, ``[1, 2]``."""
+        own = self._held_out[rank::ranks]
+        wrong = (model.get_submodule("layers")(own[:, :-1]).argmax(1) != own[:, -1]).sum()
+        return torch.tensor([[float(wrong), len(own)]], dtype=torch.float64)
+
+
 Task = Characters | Learning
 TASKS: dict[str, type[Task]] = {
     "lstm": Characters,
     "mlp": Learning,
+    "mnist": Digits,
     "decoder": Decoder,
     "decoder, 64 excerpts": LargeBatches,
 }

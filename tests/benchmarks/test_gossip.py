@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import asynchronous, gossip
 from benchmarks._gossip.data import Digits, Pictures
+from benchmarks._gossip.memory import kept
 from benchmarks._gossip.methods import ALL_REDUCE, ASYNCHRONOUS, METHODS
 from benchmarks._gossip.network import METHODS as OVER_LINKS
 from benchmarks._gossip.training import AllReduce, build
@@ -54,7 +55,7 @@ def test_every_method_can_be_made():
         made = build(method, 0)
         assert isinstance(made, AllReduce) == (method == ALL_REDUCE)
         assert isinstance(made, AsyncGossip) == method.startswith("AD-PSGD")
-    assert len(OVER_LINKS) == 16
+    assert len(OVER_LINKS) == 19
 
 
 def test_ranks_draw_the_same_batches_whatever_the_method():
@@ -80,3 +81,18 @@ def test_ranks_that_do_not_wait_learn_digits(tmp_path, monkeypatch, capfd):
     ]
     assert all(float(row["accuracy"]) > 50 for row in rows)
     assert "4 ranks, 200 batches" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "state"), [("D-PSGD", 0), ("D2", 4), ("DeepSqueeze, 1 bit", 4), ("CHOCO, 1 bit", 8)]
+)
+def test_what_a_method_keeps_is_measured(method, state):
+    found, with_buffers = kept(method, ranks=3, numel=1 << 18)
+    assert found == state
+    assert with_buffers > state - 0.1  # what other tests left may be freed meanwhile
+
+
+def test_moniqua_keeps_less_than_a_float_for_each_parameter():
+    state, with_buffers = kept("Moniqua, 1 bit", ranks=3, numel=1 << 18)
+    assert state < 0.1
+    assert state < with_buffers < kept("D-PSGD", ranks=3, numel=1 << 18)[1]

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks import _muon, optimizers
 from benchmarks._language import CharTransformer
+from benchmarks.harness import tasks
 from benchmarks.harness.methods import METHODS
 from lightning_compress.periodic.averaged_gradients import AveragedGradients
 from lightning_compress.settings.run_state import RunState
@@ -77,3 +78,18 @@ def test_every_method_is_one(name):
     RunState.of(**METHODS[name])
     for exchange in optimizers.EXCHANGES.values():
         assert RunState.of("none", exchange)
+
+
+def test_errors_on_images_are_counted(monkeypatch):
+    labels = torch.arange(5000) % 10
+    monkeypatch.setattr(tasks, "mnist", lambda: (torch.nn.functional.one_hot(labels, 784).float(), labels))
+    task = tasks.Digits()
+    model = task.model()
+    examples = next(task.batches(0, rank=1))
+    assert examples.shape == (16, 785)
+    assert torch.equal(examples[:, :-1].argmax(1), examples[:, -1].long())
+    model.layers = torch.nn.Identity()  # says the pixel, which is the label
+    assert task.losses(model, 0, 1).tolist() == [[0, 1000]]
+    model.layers = torch.nn.Linear(784, 10, bias=False)
+    model.layers.weight.data.zero_()  # says 0, which is a tenth of each share
+    assert task.losses(model, 1, 2).tolist() == [[500, 500]]
