@@ -100,7 +100,8 @@ class Compression:
         self.closing = ExitStack()  # the last one first, and all of them if one raises
         self.closing.callback(self._passes.close)
         self._at_load: list[Callable[[], None]] = []
-        self._drift = DriftGuard(trained, (self.optimizers.kept, self.groups.shared), self._collective, settings)
+        same = self.optimizers.kept, self.groups.shared
+        self._drift = DriftGuard(trained, same, self._collective, settings, agree)
         watch(self)
 
     def reduce(

@@ -31,6 +31,7 @@ class DriftGuard:
         same: each returns other tensors that have to be equal on all ranks, in the same order.
         collective: the ranks.
         settings: how often to compare, and what to do if ranks differ.
+        agree: see ``FiniteGuard``.
 
     Attributes:
         every: steps between comparisons; 0: never.
@@ -42,10 +43,11 @@ class DriftGuard:
         same: Iterable[Callable[[], Iterable[Tensor]]],
         collective: Collective,
         settings: RunState,
+        agree: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._trained = trained
         self._same = same
-        self._collective = collective
+        self._collective, self._agree = collective, agree
         self.every = settings.options.check_drift_every if collective.size > 1 else 0
         self._resyncs = settings.options.on_drift == "resync"
         self._gradients: dict[str, Tensor] = {}
@@ -80,8 +82,16 @@ class DriftGuard:
         checksums = torch.stack([checksum for pair in sums for checksum in pair])
         ranks = self._collective.uncounted if now else self._collective
         with errors.explained(f"comparing the ranks after step {step}", ranks.rank):
-            if consensus.same(checksums, ranks).all():
+            differs = ~consensus.same(checksums, ranks).all().view(1)
+        somewhere = differs.to(torch.int64)
+        if self._agree:
+            self._agree(somewhere)
+        if not somewhere:
+            return
+        if not differs:  # ranks that hold other shards raise, or get a copy
+            if self._resyncs:
                 return
+            raise RuntimeError(f"drift: after step {step}, replicas of other shards than this rank's differ")
         problem = self._problem(step, checksums, recorded)
         if not self._resyncs:
             raise RuntimeError(f"{problem}. Use on_drift='resync' to copy rank 0's model to all ranks and continue")
