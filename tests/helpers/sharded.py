@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ LETTERS = 78
 def text():
     """Numbers of the letters of Multi30k's captions; where these are not, of our own pages."""
     pages = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").glob("*.md")))
-    read = gzip.open(CAPTIONS).read(1_000_000) if CAPTIONS.exists() else pages
+    read = gzip.decompress(CAPTIONS.read_bytes())[:1_000_000] if CAPTIONS.exists() else pages
     places = {letter: min(place, LETTERS - 1) for place, letter in enumerate(sorted(set(read)))}
     return torch.tensor([places[letter] for letter in read])
 
@@ -71,10 +72,27 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def mesh_of(shards=2):
-    """A mesh of all ranks: replicas and shards."""
-    sizes = dist.get_world_size() // shards, shards
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+MESHES = count()
+
+
+def mesh_of(width=2):
+    """A mesh of all ranks: replicas, of so many shards each.
+
+    Its names are new, because DTensor keeps plans for meshes that are equal, and the groups of an earlier test's are
+    gone.
+    """
+    number, sizes = next(MESHES), (dist.get_world_size() // width, width)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=(f"replicate{number}", f"shard{number}"))
+
+
+def replicas(mesh):
+    """The dimension of the replicas."""
+    return mesh[mesh.mesh_dim_names[0]]
+
+
+def shards(mesh):
+    """The dimension of the shards."""
+    return mesh[mesh.mesh_dim_names[1]]
 
 
 def build(mesh, param=None, reduce=None, compiled=False, **model):
@@ -118,28 +136,32 @@ def train(model, optimizer, steps, accumulate=1, way="sharded", clip=None, first
     return losses
 
 
-def whole(model):
+def whole(model, mesh):
     """All parameters, in one vector; collective."""
-    return torch.cat([each.full_tensor().detach().float().flatten() for each in model.parameters()])
+    own = [each.detach().to_local() for each in model.parameters()]
+    group = mesh.get_group(1)
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    return torch.cat([torch.cat(parts).float().flatten() for parts in zip(*gathered, strict=True)])
 
 
-def fingerprint(model):
+def fingerprint(model, mesh):
     """A hash of the whole model."""
-    return hashlib.sha256(whole(model).numpy().tobytes()).hexdigest()[:12]
+    return hashlib.sha256(whole(model, mesh).numpy().tobytes()).hexdigest()[:12]
 
 
 def native(mesh, steps, model, **training):
     """The hash and losses of PyTorch's own HSDP."""
     made = build(mesh, **model)
     losses = train(made, torch.optim.AdamW(made.parameters(), 3e-3), steps, **training)
-    return fingerprint(made), losses
+    return fingerprint(made, mesh), losses
 
 
 def ours(mesh, compressor, steps, model, settings=None, **training):
     """The hash and losses of replicas that we average, and what the compression says."""
-    made = build(mesh["shard"], **model)
+    made = build(shards(mesh), **model)
     optimizer = torch.optim.AdamW(made.parameters(), 3e-3)
-    compression = attach(made, compressor, optimizer=optimizer, replicas=mesh["replicate"], **(settings or {}))
+    compression = attach(made, compressor, optimizer=optimizer, replicas=replicas(mesh), **(settings or {}))
     losses = train(made, optimizer, steps, **training)
     compression.close()
-    return fingerprint(made), losses, compression.stats()
+    return fingerprint(made, mesh), losses, compression.stats()

@@ -46,19 +46,19 @@ def test_none_is_native_hsdp(pools, settings):
 def _uneven(steps):
     """The hashes of a model with 65 rows and with 2 on 3 shards: natively, and by us, which compares the ranks, too."""
     mesh, hashes, shapes = sharded.mesh_of(3), [], []
-    for given in (mesh, mesh["shard"]):
+    for given in (mesh, sharded.shards(mesh)):
         torch.manual_seed(0)
         model = fully_shard(nn.Sequential(nn.Linear(40, 65), nn.ReLU(), nn.Linear(65, 2)), mesh=given)
         optimizer, compression = torch.optim.AdamW(model.parameters(), 1e-2), None
         if given is not mesh:
             every = {"check_drift_every": 2}
-            compression = attach(model, "none", optimizer=optimizer, replicas=mesh["replicate"], **every)
+            compression = attach(model, "none", optimizer=optimizer, replicas=sharded.replicas(mesh), **every)
         generator = torch.Generator().manual_seed(torch.distributed.get_rank())
         for _ in range(steps):
             model(torch.randn(16, 40, generator=generator)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        hashes.append(sharded.fingerprint(model))
+        hashes.append(sharded.fingerprint(model, mesh))
         shapes = [tuple(each.to_local().shape) for each in model.parameters()]
     compression.close()
     return hashes, shapes
