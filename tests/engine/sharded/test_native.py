@@ -12,7 +12,7 @@ HALF = torch.bfloat16
 SETTINGS = {
     "float32": ({}, {}),
     "accumulation": ({}, {"accumulate": 4}),
-    "unsharded accumulation": ({}, {"accumulate": 4, "way": "unsharded"}),
+    "unsharded accumulation": ({}, {"accumulate": 2, "way": "unsharded"}),
     "bfloat16 reduced in float32": ({"param": HALF, "reduce": torch.float32}, {}),
     "bfloat16 reduced in bfloat16": ({"param": HALF, "reduce": HALF}, {"clip": "norm"}),
     "tied weights, recomputed activations": ({"tied": True, "recompute": True}, {"clip": "value"}),
