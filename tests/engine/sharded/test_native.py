@@ -12,12 +12,16 @@ HALF = torch.bfloat16
 SETTINGS = {
     "float32": ({}, {}),
     "accumulation": ({}, {"accumulate": 4}),
-    "unsharded accumulation": ({}, {"accumulate": 2, "way": "unsharded"}),
-    "bfloat16 reduced in float32": ({"param": HALF, "reduce": torch.float32}, {}),
+    "bfloat16 reduced in float32, unsharded accumulation": (
+        {"param": HALF, "reduce": torch.float32},
+        {"accumulate": 2, "way": "unsharded"},
+    ),
     "bfloat16 reduced in bfloat16": ({"param": HALF, "reduce": HALF}, {"clip": "norm"}),
     "tied weights, recomputed activations": ({"tied": True, "recompute": True}, {"clip": "value"}),
 }
 WIDE = {
+    "unsharded accumulation": ({}, {"accumulate": 4, "way": "unsharded"}),
+    "bfloat16 reduced in float32": ({"param": HALF, "reduce": torch.float32}, {}),
     "compiled": ({"compiled": True}, {}),
     "clip by norm": ({}, {"clip": "norm"}),
     "clip by value": ({}, {"clip": "value"}),
