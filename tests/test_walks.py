@@ -14,6 +14,7 @@ from torch import nn
 import lightning_compress
 from lightning_compress.collectives import run_threads
 from lightning_compress.engine import optimizers
+from lightning_compress.engine.checks import trained
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.hook import ThreadHook
 from lightning_compress.settings.options import Options
@@ -75,7 +76,7 @@ def walk_of_a_step(compressor, exchange, ranks):
     def rank(collective):
         torch.manual_seed(collective.rank)
         module = nn.Linear(64, 64, bias=False)
-        compression = Compression(module, RunState.of(compressor, exchange), collective, unused=False)
+        compression = Compression(trained(module), RunState.of(compressor, exchange), collective, unused=False)
         hook, optimizer = ThreadHook(compression, []), torch.optim.SGD(module.parameters(), 0.1)
         loss = torch.ones(1, requires_grad=True)
         bucket = Bucket(module)  # whose memory stays where it is, as DistributedDataParallel's does

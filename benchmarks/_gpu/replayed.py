@@ -26,8 +26,8 @@ class Replayed:
     """
 
     def __init__(self, compression: Compression, ddp: DistributedDataParallel) -> None:
-        self._compression, self.device = compression, compression.device
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, int]] = {}
+        self._compression, self.device, self.names = compression, compression.device, compression.names
+        self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
         self._replays, compression.active = False, True
         compression.closing.callback(ddp.register_forward_pre_hook(self._before).remove)
         ddp.register_comm_hook(None, StreamHook(cast(Compression, self)).reduce)
@@ -42,21 +42,21 @@ class Replayed:
         self._replays = True
         unwatch(self._compression)
 
-    def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def reduce(self, names: tuple[str, ...], gradients: Sequence[Tensor]) -> None:
         """Replace a bucket's gradients by their mean.
 
         Raises:
             RuntimeError: the bucket's memory is not that of the captured step.
         """
         if not self._replays:
-            self._compression.reduce(parameters, gradients)
+            self._compression.reduce(names, gradients)
             return
-        bucket, address = id(parameters[0]), gradients[0].data_ptr()
+        bucket, address = names[0], gradients[0].data_ptr()
         if bucket not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize(self.device)
             graph.capture_begin(capture_error_mode="thread_local")
-            self._compression.reduce(parameters, gradients)
+            self._compression.reduce(names, gradients)
             graph.capture_end()
             self._graphs[bucket] = graph, address
         graph, captured = self._graphs[bucket]

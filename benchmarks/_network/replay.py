@@ -30,7 +30,8 @@ from benchmarks.harness.models import MODELS, batch
 from benchmarks.harness.rank import spanned
 from lightning_compress import Compression
 from lightning_compress.collectives import TorchCollective
-from lightning_compress.engine.hook import Workers
+from lightning_compress.engine.checks import trained
+from lightning_compress.engine.hook import Workers, bucket_of
 from lightning_compress.settings.run_state import RunState
 
 WARM = 2
@@ -101,7 +102,7 @@ class Player(ExitStack):
             beside = TorchCollective().apart()
             self.callback(beside.close)
             state = RunState.of(**given)
-            self._compression = Compression(module, state, TorchCollective(), unused=False, beside=[beside])
+            self._compression = Compression(trained(module), state, TorchCollective(), unused=False, beside=[beside])
             self._compression.active = True
             self._compression.stepped_by([self._optimizer])
             self.callback(self._compression.close)
@@ -158,7 +159,7 @@ class Player(ExitStack):
 
     def _reduce(self, place: int, chunks: list[float], started: Callable[[], object]) -> None:
         self._here.chunks = deque(chunks)
-        self._compression.reduce(self._buckets[place], self._gradients[place], started)
+        self._compression.reduce(bucket_of(self._compression, self._buckets[place]), self._gradients[place], started)
         if self._here.chunks:
             raise RuntimeError(UNLIKE.format(self._name, "more"))
 

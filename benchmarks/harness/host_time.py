@@ -22,7 +22,9 @@ from lightning_compress.collectives.collective import Overlapping, Wait
 from lightning_compress.collectives.torch import TorchCollective, _waiting, prepare_directly
 from lightning_compress.core.vector import _zeros
 from lightning_compress.engine import programs
+from lightning_compress.engine.checks import trained
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import bucket_of
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.run_state import RunState
 
@@ -126,7 +128,7 @@ def _timed(hook: Callable[[Any, Any], Any], steps: int, begin: Callable[[Distrib
 
 
 def _average(compression: Compression, bucket: Any) -> Future[Tensor]:
-    compression.reduce(bucket.parameters(), bucket.gradients())
+    compression.reduce(bucket_of(compression, bucket.parameters()), bucket.gradients())
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer())
     return future
@@ -138,7 +140,7 @@ def ours(method: str, exchange: str, steps: int, recorded: bool) -> float:
     def begin(model: DistributedDataParallel) -> Compression:
         settings = RunState.of(method, exchange, schedule="none", check_drift_every=0)
         settings = settings.stepped_by(kind_of([torch.optim.SGD(model.parameters(), 0.1)]))
-        compression = Compression(model.module, settings, _Directly(), unused=False)
+        compression = Compression(trained(model.module), settings, _Directly(), unused=False)
         compression.meter.sample_every, compression.active = 0, True
         return compression
 

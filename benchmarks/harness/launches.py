@@ -18,7 +18,9 @@ from benchmarks._gpu.echo import EchoCollective
 from lightning_compress import kernels
 from lightning_compress.core.vector import _zeros
 from lightning_compress.engine import programs
+from lightning_compress.engine.checks import trained
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import bucket_of
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState
@@ -133,10 +135,10 @@ def averaging(
     optimizer = torch.optim.SGD(bucket.parameters(), 0.1)
     given = {"schedule": "none", "check_drift_every": 0, **settings}
     chosen = RunState.of(method, exchange, **given).bound(kinds_of(bucket)).stepped_by(kind_of([optimizer]))
-    compression = Compression(bucket, chosen, _Ranks(ranks, log), scale, unused=unused)
+    compression = Compression(trained(bucket), chosen, _Ranks(ranks, log), scale, unused=unused)
     compression.meter.sample_every, compression.active = 0, True
-    parameters = list(bucket.parameters())
-    return lambda: compression.reduce(parameters, bucket.gradients), lambda: compression.after_step(optimizer)
+    names = bucket_of(compression, list(bucket.parameters()))
+    return lambda: compression.reduce(names, bucket.gradients), lambda: compression.after_step(optimizer)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_compress.engine.optimizers import skip_step
+from lightning_compress.engine.optimizers import Trained, skip_step
 from lightning_compress.settings.run_state import RunState
 
 _PATIENCE = 100
@@ -56,8 +56,8 @@ class Passes:
     """The backward passes of the current steps.
 
     Args:
-        parameters: names and tensors of those that several passes may average before a step. For all others, the result
-            of earlier passes always counts.
+        trained: those that several passes may average before a step, which their owner keeps alive. For all others, the
+            result of earlier passes always counts.
         sums: keep the sum of each parameter's gradients, in its dtype, for methods whose output is not a mean. Without
             it, these methods raise at a second pass.
         owned: returns the names of all parameters that optimizers own; None if not all optimizers are known.
@@ -70,11 +70,11 @@ class Passes:
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, Tensor]],
+        trained: Iterable[Trained],
         sums: bool = True,
         owned: Callable[[], Collection[str] | None] = lambda: None,
     ) -> None:
-        self._tensors = {name: weakref.ref(parameter) for name, parameter in parameters}
+        self._trained = {each.name: weakref.ref(each) for each in trained}  # a cycle through a node is never freed
         self._sums, self._owned = sums, owned
         self.patience = 1
         self._no_means: set[str] = set()  # nothing may be added to their last output
@@ -91,37 +91,38 @@ class Passes:
         if not self.open:
             self._unhook()
         for name in self.open - self._hooks.keys():
-            if (parameter := self._parameter(name)) is not None:
+            if (trained := self._found(name)) is not None:
                 self.patience = _PATIENCE
-                accumulates = node_of(parameter)
-                self._hooks[name] = accumulates.register_prehook(partial(self._look, name)), accumulates
+                if trained.accumulates:
+                    node = node_of(trained.parameter())
+                    self._hooks[name] = node.register_prehook(partial(self._look, name)), node
 
     def _look(self, name: str, _: object) -> None:
         """Check ``grad`` before a gradient is accumulated into it."""
-        parameter = self._parameter(name)
-        if parameter is None or name not in self.open:
+        trained = self._found(name)
+        if trained is None or name not in self.open:
             return
         if name in self._looked:  # in a pass that did not synchronise
-            self._looked[name] = parameter.grad is not None and self._looked[name]
+            self._looked[name] = trained.gradient() is not None and self._looked[name]
             return
         self._looked[name] = self._holds(name)
         if name in self._no_means:
-            parameter.grad = None
+            trained.parameter().grad = None
 
     def _holds(self, name: str) -> bool | Tensor:
         """Whether ``grad`` is the result of earlier passes."""
-        parameter = self._parameter(name)
-        if parameter is None:
+        trained = self._found(name)
+        if trained is None:
             return True
-        if parameter.grad is None:
+        if (gradient := trained.gradient()) is None:
             return False
-        holds = parameter.grad.any()
+        holds = gradient.any()
         if name in self._zero:  # else it is not known, and zeros are rather from zero_grad() than from a method
             holds = holds | self._zero[name]
         return bool(holds) if holds.device.type == "cpu" else holds
 
-    def _parameter(self, name: str) -> Tensor | None:
-        return self._tensors[name]() if name in self._tensors else None
+    def _found(self, name: str) -> Trained | None:
+        return self._trained[name]() if name in self._trained else None
 
     def again(self, names: Collection[str]) -> bool:
         """Whether one of these parameters was averaged in this pass already: then another pass has begun."""
@@ -213,8 +214,8 @@ class Passes:
         for name, output in zip(names, outputs, strict=True):
             if self.patience:
                 self._zero[name] = ~output.any()
-            parameter = self._parameter(name) if name in left_out and name in self._no_means else None
-            grad = None if parameter is None else parameter.grad
+            trained = self._found(name) if name in left_out and name in self._no_means else None
+            grad = None if trained is None else trained.gradient()
             if grad is not None and grad.data_ptr() != output.data_ptr():
                 _in_memory(grad).copy_(_in_memory(output))
 
@@ -286,31 +287,34 @@ class FiniteGuard:
     Args:
         device: of the gradients.
         settings: say what to do about non-finite gradients.
+        agree: replaces int64 numbers by their maxima over ranks that average other parameters, too; collective. None:
+            there are no such ranks.
 
     Attributes:
         count: int64 scalar, steps so far with a non-finite gradient.
-        flags: for each group of this step, its flag (0.0 or NaN) and the names of its parameters.
+        flags: for each group of this step, its flag (0.0 or NaN) and the names of its parameters; None: of all.
         checks: whether ``before_step`` has to be called before an optimizer steps.
         refused: optimizers were kept from stepping in this step.
     """
 
-    def __init__(self, device: torch.device, settings: RunState) -> None:
-        self.flags: list[tuple[Tensor, Collection[str]]] = []
+    def __init__(self, device: torch.device, settings: RunState, agree: Callable[[Tensor], None] | None = None) -> None:
+        self.flags: list[tuple[Tensor, Collection[str] | None]] = []
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._policy = settings.options.on_nonfinite
-        self.checks = self._policy != "pass"
+        self._agree, self._agreed = agree, False
+        self.checks = self._policy != "pass" or agree is not None
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.refused = False
 
     def begin_step(self) -> None:
         """Forget the last step's flags."""
-        self.refused = False
+        self.refused = self._agreed = False
         self.flags.clear()
 
     def found(self, names: Collection[str] | None = None) -> Tensor:
         """Bool scalar: a gradient was not finite in a group that has any of these parameters (None: in any group)."""
         wanted = None if names is None else set(names)
-        flags = [flag for flag, of_group in self.flags if wanted is None or not wanted.isdisjoint(of_group)]
+        flags = [flag for flag, of in self.flags if wanted is None or of is None or not wanted.isdisjoint(of)]
         return torch.stack([self._zero, *flags]).sum().isnan()
 
     def rejected(self, optimizer: Optimizer, names: Collection[str], first: bool) -> Tensor:
@@ -334,7 +338,7 @@ class FiniteGuard:
         self.count.add_(self.found())
 
     def before_step(self, optimizer: Optimizer, problem: str) -> None:
-        """Keep the optimizer from stepping with non-finite gradients; waits for the device.
+        """Keep the optimizer from stepping with non-finite gradients; waits for the device, unless all are to pass.
 
         Args:
             optimizer: is about to step.
@@ -343,6 +347,14 @@ class FiniteGuard:
         Raises:
             FloatingPointError: a gradient is not finite and the policy is "raise"; on all ranks.
         """
+        if self._agree and not self._agreed:
+            self._agreed = True
+            votes = torch.stack([self.found().to(torch.int64), self.count])
+            self._agree(votes)
+            self.count.copy_(votes[1])
+            self.flags.append((torch.where(votes[0] > 0, torch.nan, self._zero), None))
+        if self._policy == "pass":
+            return
         self.refused = self.refused or bool(self.found())
         if self.refused:
             self.refuse(optimizer, problem)

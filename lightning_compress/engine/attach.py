@@ -1,4 +1,4 @@
-"""The entry point: compress the gradient averaging of a DistributedDataParallel model."""
+"""The entry point: compress the gradient averaging of a DistributedDataParallel or sharded model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,16 @@ from lightning_compress.core import errors
 from lightning_compress.engine import checks, hook
 from lightning_compress.engine.compression import Compression, ScaleSource
 from lightning_compress.engine.delayed import DelayedCompression, DelayedHook
+from lightning_compress.engine.sharded import attach as sharded
+from lightning_compress.engine.sharded.units import is_sharded
 from lightning_compress.planning.decide import decide
 from lightning_compress.planning.summary import run_summary
 from lightning_compress.settings.parsing import CompressorLike, ExchangeLike
 from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("lightning_compress")
 
@@ -38,23 +43,29 @@ _FIRST_BUCKET = 1 << 20
 """Bytes of DistributedDataParallel's first bucket, unless the user set a cap."""
 
 
+def _unscaled() -> None:
+    """Return no factor of the loss."""
+
+
 def attach(
-    ddp: DistributedDataParallel,
+    model: nn.Module,
     compressor: CompressorLike = "auto",
     exchange: ExchangeLike = "auto",
     *,
-    scale: ScaleSource = lambda: None,
+    scale: ScaleSource = _unscaled,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    replicas: DeviceMesh | None = None,
     **settings: Any,
 ) -> Compression:
-    """Compress the gradient averaging of a bare DistributedDataParallel model.
+    """Compress the gradient averaging of a bare DistributedDataParallel model, or among replicas of a sharded one.
 
-    Call it on every rank, once, before the first backward. The model stays as it is with ``none``, if ``auto`` chooses
-    ``none``, and on one rank. Rank 0 logs one line that says what runs, or prints it to stderr if logging is not
-    configured.
+    Call it on every rank, once, before the first backward, and for a sharded model before the first forward. A
+    DistributedDataParallel model stays as it is with ``none``, if ``auto`` chooses ``none``, and on one rank. Rank 0
+    logs one line that says what runs, or prints it to stderr if logging is not configured.
 
     Args:
-        ddp: the model. On CPUs, ``bucket_cap_mb=5`` suits compressed messages better than its default of 25, and on
+        model: a DistributedDataParallel model, or one to which ``fully_shard`` was applied with a mesh of the shards.
+            For the first, on CPUs, ``bucket_cap_mb=5`` suits compressed messages better than its default of 25, and on
             GPUs 100.
         compressor: see ``CompressedDDPStrategy``.
         exchange: see ``CompressedDDPStrategy``.
@@ -64,6 +75,8 @@ def attach(
             left out; then every biased method keeps a full residual. To resume a run exactly with
             ``residual_follows_lr`` or a schedule by the learning rate, give it: it would only be known from its first
             step on.
+        replicas: of a sharded model, the dimension of the mesh over which its replicas lie, as ``mesh["replicate"]``.
+            A backward pass with ``set_requires_all_reduce(False)`` averages over the shards only.
         **settings: ``error_feedback`` and the other arguments of ``CompressedDDPStrategy`` from ``warmup_steps`` to
             ``delay``, but not ``state`` and ``strict_state``, which are about checkpoints. If a schedule
             counts epochs, or ``dgc`` warms up, set the handle's ``epoch`` at the start of each epoch.
@@ -74,7 +87,7 @@ def attach(
         the ranks' models once more, and raises a RuntimeError if they differ.
 
     Raises:
-        ValueError: settings, module or ranks cannot work together; on every rank.
+        ValueError: settings, model or ranks cannot work together; on every rank.
     """
     chosen = RunState.of(compressor, exchange, **settings)
     optimizers = [_inner(each) for each in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer or ())]
@@ -83,12 +96,12 @@ def attach(
             "error_feedback='auto' depends on the optimizer: pass attach(..., optimizer=optimizer), or leave "
             "error_feedback out to keep a full residual if the method is biased"
         )
-    checks.check_ddp(ddp)
-    checks.check_delay(chosen, *(bool(getattr(ddp, name)) for name in checks.UNUSED))
-    if TorchCollective(ddp.process_group).rank == 0 and not settings.get("schedule"):
+    if is_sharded(model):
+        ranks, compression = TorchCollective(), _sharded(model, chosen, scale, optimizers, replicas)
+    else:
+        ranks, compression = _replicated(model, chosen, scale, replicas)
+    if ranks.rank == 0 and not settings.get("schedule"):
         warn_of_epochs(chosen)
-    check_setup(chosen, ddp.module, TorchCollective(ddp.process_group), next(ddp.module.parameters()).device)
-    compression = compress(ddp, chosen, scale)
 
     def compare() -> None:
         """Compare the ranks, unless an error ends this one's training alone."""
@@ -98,9 +111,44 @@ def attach(
 
     compression.closing.callback(compare)
     compression.stepped_by(optimizers)
-    if dist.get_rank(ddp.process_group) == 0:
+    if ranks.rank == 0:
         say(compression)
     return compression
+
+
+def _replicated(
+    ddp: Any, chosen: RunState, scale: ScaleSource, replicas: DeviceMesh | None
+) -> tuple[TorchCollective, Compression]:
+    """Check a DistributedDataParallel model, and return its ranks and compression."""
+    checks.check_ddp(ddp)
+    if replicas is not None:
+        raise ValueError(f"replicas={replicas} is for models of fully_shard: DistributedDataParallel has its own ranks")
+    checks.check_delay(chosen, *(bool(getattr(ddp, name)) for name in checks.UNUSED))
+    ranks = TorchCollective(ddp.process_group)
+    check_setup(chosen, ddp.module, ranks, next(ddp.module.parameters()).device)
+    return ranks, compress(ddp, chosen, scale)
+
+
+def _sharded(
+    model: nn.Module,
+    chosen: RunState,
+    scale: ScaleSource,
+    optimizers: Sequence[Optimizer],
+    replicas: DeviceMesh | None,
+) -> Compression:
+    """Check a sharded model, and return its compression."""
+    ranks = TorchCollective()
+
+    def check() -> None:
+        if scale is not _unscaled:
+            raise ValueError(
+                "scale= is for a GradScaler, and each shard would find its own infinite gradients: use "
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16), which needs no scaler"
+            )
+        sharded.check(model, chosen, replicas, optimizers, ranks)
+
+    check_setup(chosen, model, ranks, next(model.parameters()).device, check)
+    return sharded.compress(model, chosen, replicas, ranks)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
@@ -138,8 +186,21 @@ def announce(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def check_setup(settings: RunState, module: nn.Module, collective: Collective, device: torch.device) -> None:
+def check_setup(
+    settings: RunState,
+    module: nn.Module,
+    collective: Collective,
+    device: torch.device,
+    also: Callable[[], object] = lambda: None,
+) -> None:
     """Check everything that can be checked before training; a problem on one rank stops all, so that none waits.
+
+    Args:
+        settings: the user's.
+        module: the model.
+        collective: the ranks.
+        device: of the model.
+        also: raises for other problems.
 
     Raises:
         ValueError: something is wrong on any rank; on every rank.
@@ -147,6 +208,7 @@ def check_setup(settings: RunState, module: nn.Module, collective: Collective, d
     problem = None
     try:
         checks.check_module(module, settings)
+        also()
         kernels.compiler(device)  # raises if the environment asks for kernels that are not there
     except ValueError as error:
         problem = error
@@ -234,12 +296,13 @@ def compression_of(
         accumulates: see ``Compression``.
     """
     delayed = bool(settings.options.delay) and collective.size > 1
+    ignored = set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ()))
     return (DelayedCompression if delayed else Compression)(
-        ddp.module,
-        settings,
+        checks.trained(ddp.module, ignored),
+        settings.bound(kinds_of(ddp.module)),
         collective,
         scale,
-        set(ddp.parameters_to_ignore) - set(getattr(ddp.module, checks.AVERAGED_ELSEWHERE, ())),
+        checks.frozen_parameters(ddp.module, ignored, collective),
         ddp.find_unused_parameters or ddp.static_graph,
         accumulates and not delayed,
         _caps(ddp),

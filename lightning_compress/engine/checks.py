@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_compress import kernels
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.core import errors, state_check
-from lightning_compress.engine.optimizers import hyperparameters
+from lightning_compress.engine.optimizers import Trained, hyperparameters
 from lightning_compress.settings.options import check_gone
 from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.rules import kinds_of
@@ -364,6 +364,11 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
+
+
+def trained(module: nn.Module, ignored: Collection[str] = ()) -> list[Trained]:
+    """Return ``trained_parameters`` of a module whose ranks hold them as a whole."""
+    return [Trained(*each) for each in trained_parameters(module, ignored)]
 
 
 AVERAGED_ELSEWHERE = "_averaged_elsewhere"

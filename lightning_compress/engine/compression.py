@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_compress.collectives import Collective, consensus
@@ -20,11 +20,10 @@ from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.group import Group
 from lightning_compress.engine.group_plan import RESIDUAL
 from lightning_compress.engine.groups import Groups, Lanes
-from lightning_compress.engine.optimizers import Optimizers, unwatch, watch
+from lightning_compress.engine.optimizers import Optimizers, Trained, unwatch, watch
 from lightning_compress.planning.summary import RunSummary
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.parsing import CompressorLike, as_primitives
-from lightning_compress.settings.rules import kinds_of
 from lightning_compress.settings.run_state import RunState, coming, kept_of, resumed
 from lightning_compress.settings.schedule import Progress
 
@@ -42,17 +41,17 @@ class Compression:
     gone or was not finite; see ``Passes``.
 
     Args:
-        module: the model.
-        settings: the user's settings, equal on all ranks.
+        trained: the model's parameters that are averaged.
+        settings: the user's settings, bound to the model, equal on all ranks.
         collective: the ranks to average over.
         scale: returns the factor of the loss (a GradScaler's scale), float32 scalar, or None.
-        ignored: names of parameters that are not averaged.
+        frozen: see ``Optimizers``.
         unused: parameters may be without a gradient in a step; see ``Group``.
         accumulates: allow several synchronising passes in a step for methods whose output is not a mean. They raise
             otherwise.
         caps: see ``Groups``.
-        kinds: kind of each parameter by name, where ``module`` is not the module that owns them; see ``kinds_of``.
         beside: the same ranks over other transports, each for one more thread that calls ``reduce``.
+        agree: see ``FiniteGuard``.
 
     Attributes:
         active: whether compression averages the gradients; otherwise DistributedDataParallel does.
@@ -63,6 +62,7 @@ class Compression:
         epoch: the current epoch; the training loop sets it, for schedules that count epochs.
         optimizers: those that step the model's parameters.
         meter: counters of bytes, time and error.
+        names: of the parameters, by their ``id``.
         finite: whether the current step's gradients are finite, and how many steps' were not.
         run_summary: what runs and what it sends, once it was computed.
         closing: what ``close`` calls.
@@ -70,59 +70,57 @@ class Compression:
 
     def __init__(
         self,
-        module: nn.Module,
+        trained: Sequence[Trained],
         settings: RunState,
         collective: Collective,
         scale: ScaleSource = lambda: None,
-        ignored: Collection[str] = (),
+        frozen: Mapping[int, str] | None = None,
         unused: bool = True,
         accumulates: bool = True,
         caps: tuple[int, int] | None = None,
-        kinds: Mapping[str, str] | None = None,
         beside: Sequence[Collective] = (),
+        agree: Callable[[Tensor], None] | None = None,
     ) -> None:
-        parameters = checks.trained_parameters(module, ignored)
-        self.settings = self.next_settings = settings.bound(kinds_of(module) if kinds is None else kinds)
+        self.settings = self.next_settings = settings
         self._scheduled: dict[str, object] = {}  # the schedule's last values, as primitives
         self.family, self._keeper = settings.family, settings.optimizing
-        self.device = parameters[0][1].device
+        self.device = trained[0].held().device
         self.meter = Meter(self.device)
         self.step = self.epoch = 0
         self.lanes = Lanes([collective, *beside], self.meter, settings.options.deterministic)
         self._collective, self._scale = self.lanes.all[0].world.collective, scale
-        self._names = {id(parameter): name for name, parameter in parameters}
-        self.optimizers = Optimizers(self._names, checks.frozen_parameters(module, ignored, collective))
-        self.groups = Groups(parameters, self.lanes, unused, caps)
-        self.finite = FiniteGuard(self.device, settings)
-        self._passes = Passes(parameters, accumulates, self.optimizers.all_owned)
+        self.names = {id(each.parameter()): each.name for each in trained}
+        self.optimizers = Optimizers(trained, frozen or {})
+        self.groups = Groups(trained, self.lanes, unused, caps)
+        self.finite = FiniteGuard(self.device, settings, agree)
+        self._passes = Passes(trained, accumulates, self.optimizers.all_owned)
         self._last: tuple[StateDict, float] | None = None  # at the end: the state, and the norm of the residuals
         self._stepped, self.active, self.run_summary = True, False, RunSummary()
         self.closing = ExitStack()  # the last one first, and all of them if one raises
         self.closing.callback(self._passes.close)
         self._at_load: list[Callable[[], None]] = []
-        self._drift = DriftGuard(parameters, (self.optimizers.kept, self.groups.shared), self._collective, settings)
+        same = self.optimizers.kept, self.groups.shared
+        self._drift = DriftGuard(trained, same, self._collective, settings, agree)
         watch(self)
 
     def reduce(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], started: Callable[[], object] = lambda: None
+        self, names: tuple[str, ...], gradients: Sequence[Tensor], started: Callable[[], object] = lambda: None
     ) -> None:
         """Replace gradients by their mean over the ranks.
 
-        Collective: all ranks call it with the same parameters in the same order.
+        Collective: all ranks call it with the same names in the same order.
 
         Args:
-            parameters: of the model, any number in any order; those of one call come together in every step.
-            gradients: one per parameter, contiguous, of one floating-point dtype.
+            names: of parameters, any number in any order; those of one call come together in every step.
+            gradients: one per name, contiguous, of one floating-point dtype.
             started: called as soon as another thread may call ``reduce`` for the next bucket.
         """
         with self.lanes.turn:
-            bucket = tuple(map(id, parameters))
-            names = list(map(self._names.__getitem__, bucket))
             if not self._stepped and self._passes.again(names):
                 self._begin_pass(names)
             if self._stepped:
                 self._begin_step()
-            sent_by_ddp, parts = self.groups.by_bucket.get(bucket) or self.groups.of(bucket, self.settings)
+            sent_by_ddp, parts = self.groups.by_bucket.get(names) or self.groups.of(names, self.settings)
             self.meter.bytes_dense += sent_by_ddp
             for group, places in parts:
                 with group.lane:
@@ -346,8 +344,8 @@ class Compression:
 
     def follow(self, before: Compression) -> None:
         """Continue the run of another compression: its steps, counters and retuned settings, but not its residuals."""
-        self.step, self.epoch, kinds = before.step, before.epoch, self.settings.rules.kinds
-        self.settings = self.next_settings = before.next_settings.bound(kinds)
+        self.step, self.epoch, rules = before.step, before.epoch, self.settings.rules
+        self.settings = self.next_settings = before.next_settings.bound(rules.kinds, rules.whole)
         self._scheduled = before._scheduled
         self.meter.follow(before.meter)
         self.finite.count.copy_(before.finite.count)

@@ -19,18 +19,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 from torch.optim import LBFGS, Optimizer
 
 from lightning_compress.collectives import Collective, TorchCollective, consensus
 from lightning_compress.core import state_check, state_dict
 from lightning_compress.core.state_dict import StateDict
-from lightning_compress.engine import checks
 from lightning_compress.engine.compression import Compression, ScaleSource
-from lightning_compress.engine.hook import ThreadHook, Workers
+from lightning_compress.engine.hook import ThreadHook, Workers, bucket_of
 from lightning_compress.engine.in_flight import Average, ZeroGrad
-from lightning_compress.engine.optimizers import skip_step
+from lightning_compress.engine.optimizers import Trained, skip_step
 from lightning_compress.settings.options import check_delayed
 from lightning_compress.settings.parsing import CompressorLike
 from lightning_compress.settings.run_state import RunState
@@ -44,7 +43,7 @@ class DelayedCompression(Compression):
     """A ``Compression`` whose averages are applied one step later; one synchronising backward pass per step.
 
     Args:
-        module: see ``Compression``.
+        trained: see ``Compression``.
         settings: see ``Compression``.
         collective: see ``Compression``.
         scale: see ``Compression``.
@@ -60,7 +59,7 @@ class DelayedCompression(Compression):
 
     def __init__(
         self,
-        module: nn.Module,
+        trained: Sequence[Trained],
         settings: RunState,
         collective: Collective,
         scale: ScaleSource = lambda: None,
@@ -76,9 +75,8 @@ class DelayedCompression(Compression):
         self._owned: Collection[str] = ()  # names of the last optimizer's parameters
         self._notices_steps = self._awaits_step = False
         self._gave_up = False
-        super().__init__(module, settings, collective, lambda: self._averaged.scale, *more, **named)
-        named_parameters = checks.trained_parameters(module)
-        self._parameters = {name: each for name, each in named_parameters if id(each) in self._names}
+        super().__init__(trained, settings, collective, lambda: self._averaged.scale, *more, **named)
+        self._parameters = {each.name: each.parameter() for each in trained}
         self._zero_grad = ZeroGrad(self._parameters)
         self.closing.callback(self._zero_grad.close)
 
@@ -246,7 +244,7 @@ class DelayedCompression(Compression):
         state, flying = super().state_dict(), self.in_flight
         if flying is None or not flying.complete:
             return state
-        means = {self._names[each]: mean.reshape(-1) for each, mean in flying.means.items()}
+        means = {self.names[each]: mean.reshape(-1) for each, mean in flying.means.items()}
         gradients = self.settings.steps_by is None
         return state | {state_dict.IN_FLIGHT: {"scale": flying.factor, "means": means, "gradients": gradients}}
 
@@ -339,7 +337,7 @@ class DelayedCompression(Compression):
     ) -> None:
         """Replace the gradients of one bucket by their mean; see ``reduce``."""
         self._averaged = average
-        self.reduce(parameters, gradients, started)
+        self.reduce(bucket_of(self, parameters), gradients, started)
 
     def _progress(self) -> Progress:
         return Progress(self.step, self._averaged.epoch, self._averaged.rate)
@@ -349,7 +347,7 @@ class DelayedCompression(Compression):
         with self.lanes.turn, self.lanes.taken():  # until the last buckets are averaged
             if self.workers.failed:
                 return
-            names, rejected = set(self._names.values()), self.finite.found()
+            names, rejected = set(self.names.values()), self.finite.found()
             if rejected:
                 average.problem = f"step {self.step}: {self.groups.nonfinite}"
             self.finite.note()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_compress.collectives import Collective, consensus
 from lightning_compress.core import errors
+from lightning_compress.engine.optimizers import Trained
 from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger(__name__)
@@ -26,10 +27,11 @@ class DriftGuard:
     """Compare parameters and averaged gradients over the ranks, by bit-exact checksums, every ``every`` steps.
 
     Args:
-        parameters: names and parameters, in the same order on all ranks.
+        trained: the parameters, in the same order on all ranks.
         same: each returns other tensors that have to be equal on all ranks, in the same order.
         collective: the ranks.
         settings: how often to compare, and what to do if ranks differ.
+        agree: see ``FiniteGuard``.
 
     Attributes:
         every: steps between comparisons; 0: never.
@@ -37,14 +39,15 @@ class DriftGuard:
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, Tensor]],
+        trained: Sequence[Trained],
         same: Iterable[Callable[[], Iterable[Tensor]]],
         collective: Collective,
         settings: RunState,
+        agree: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self._parameters = parameters
+        self._trained = trained
         self._same = same
-        self._collective = collective
+        self._collective, self._agree = collective, agree
         self.every = settings.options.check_drift_every if collective.size > 1 else 0
         self._resyncs = settings.options.on_drift == "resync"
         self._gradients: dict[str, Tensor] = {}
@@ -71,23 +74,31 @@ class DriftGuard:
         if not (self.due(step) or (now and self.every and step != self._compared)):
             return
         self._compared = step
-        device = self._parameters[0][1].device
+        device = self._trained[0].held().device
         none = torch.zeros((), dtype=torch.int64, device=device)
-        sums = [(_checksum(parameter), self._gradients.get(name, none)) for name, parameter in self._parameters]
+        sums = [(_checksum(each.held()), self._gradients.get(each.name, none)) for each in self._trained]
         recorded = bool(self._gradients)
         self._gradients.clear()
         checksums = torch.stack([checksum for pair in sums for checksum in pair])
         ranks = self._collective.uncounted if now else self._collective
         with errors.explained(f"comparing the ranks after step {step}", ranks.rank):
-            if consensus.same(checksums, ranks).all():
+            differs = ~consensus.same(checksums, ranks).all().view(1)
+        somewhere = differs.to(torch.int64)
+        if self._agree:
+            self._agree(somewhere)
+        if not somewhere:
+            return
+        if not differs:  # ranks that hold other shards raise, or get a copy
+            if self._resyncs:
                 return
+            raise RuntimeError(f"drift: after step {step}, replicas of other shards than this rank's differ")
         problem = self._problem(step, checksums, recorded)
         if not self._resyncs:
             raise RuntimeError(f"{problem}. Use on_drift='resync' to copy rank 0's model to all ranks and continue")
         same = [tensor for tensors in self._same for tensor in tensors()]
         shapes = consensus.digest(repr([(tensor.shape, tensor.dtype) for tensor in same]).encode())
         equal = bool(consensus.same(checksums.new_tensor([shapes]), self._collective))
-        for tensor in [*(parameter for _, parameter in self._parameters), *(same if equal else ())]:
+        for tensor in [*(each.held() for each in self._trained), *(same if equal else ())]:
             self._collective.broadcast(tensor, device)
         if self._collective.rank == 0:
             what = "parameters and optimizer state" if equal else "parameters (not the optimizer state: shapes differ)"
@@ -98,7 +109,8 @@ class DriftGuard:
         wrong = (gathered != gathered[0]).cpu()
         ranks = ", ".join(map(str, wrong.any(dim=1).nonzero().flatten().tolist()))
         parameters, gradients = wrong.any(dim=0).view(-1, 2).unbind(dim=1)
-        names = [name for (name, _), differs in zip(self._parameters, parameters | gradients, strict=True) if differs]
+        pairs = zip(self._trained, parameters | gradients, strict=True)
+        names = [each.name for each, differs in pairs if differs]
         where = ", and so do their averaged gradients" if gradients.any() else ", but their averaged gradients do not"
         return (
             f"drift: after step {step}, {errors.listed(names)} of rank {ranks} differ from rank 0's{where * recorded}; "

@@ -23,6 +23,7 @@ from lightning_compress.core.vector import squares
 from lightning_compress.core.workspace import release
 from lightning_compress.engine.group import MEMORY, Group, Lane
 from lightning_compress.engine.group_plan import LOCO
+from lightning_compress.engine.optimizers import Trained
 from lightning_compress.settings.run_state import RunState
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Groups:
     """All groups of one model, in the order in which they were made.
 
     Args:
-        parameters: names and tensors.
+        trained: the parameters.
         lanes: what its groups are averaged in.
         unused: see ``Group``.
         caps: gradient bytes at which a group is full: of the first group, and of all others. None: one group per
@@ -88,27 +89,26 @@ class Groups:
 
     Attributes:
         all: the groups.
-        by_bucket: the groups of each known bucket; a bucket is the tuple of its parameters' ``id``.
+        by_bucket: the groups of each known bucket; a bucket is the tuple of its parameters' names.
         orders: see ``state_dict.orders``; DistributedDataParallel has laid the parameters out by now.
     """
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, Tensor]],
+        trained: Sequence[Trained],
         lanes: Lanes,
         unused: bool = True,
         caps: tuple[int, int] | None = None,
     ) -> None:
         self._unused = unused
         self._caps = caps
-        self._names = {id(parameter): name for name, parameter in parameters}
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-        self._dtypes = {name: parameter.dtype for name, parameter in parameters}
-        self.orders = state_dict.orders(parameters)
+        self._shapes = {each.name: tuple(each.held().shape) for each in trained}
+        self._dtypes = {each.name: each.dtype for each in trained}
+        self.orders = state_dict.orders((each.name, each.held()) for each in trained)
         self._lanes = lanes
         self.all: list[Group] = []
         self._owner: dict[str, Group] = {}
-        self.by_bucket: dict[tuple[int, ...], Parts] = {}
+        self.by_bucket: dict[tuple[str, ...], Parts] = {}
 
     @property
     def _ranks(self) -> Collective:
@@ -120,11 +120,11 @@ class Groups:
     def __iter__(self) -> Iterator[Group]:
         return iter(self.all)
 
-    def of(self, bucket: tuple[int, ...], settings: RunState) -> Parts:
+    def of(self, bucket: tuple[str, ...], settings: RunState) -> Parts:
         """Return the groups of a bucket under these settings, and make those that are missing.
 
         Args:
-            bucket: the ``id`` of each parameter. If its groups exist, they are reused. Otherwise it becomes one group,
+            bucket: the name of each parameter. If its groups exist, they are reused. Otherwise it becomes one group,
                 or several if it is above the cap, like the first bucket of a run, which holds all parameters.
             settings: rebuild groups that were made with other settings.
         """
@@ -133,8 +133,7 @@ class Groups:
                 self._add_bucket(bucket, settings)
         return self.by_bucket[bucket]
 
-    def _add_bucket(self, bucket: tuple[int, ...], settings: RunState) -> None:
-        names = [self._names[each] for each in bucket]
+    def _add_bucket(self, names: tuple[str, ...], settings: RunState) -> None:
         owners = [group for group in self.all if not set(names).isdisjoint(group.names)]
         if sorted(name for group in owners for name in group.names) != sorted(names):
             owners = [self.add(part, settings) for run in self._runs(names) for part in self._split(run, settings)]
@@ -143,7 +142,7 @@ class Groups:
         places = {name: place for place, name in enumerate(names)}
         size = sum(prod(self._shapes[name]) * self._dtypes[name].itemsize for name in names)
         parts = [(group, [places[name] for name in group.bucket_names]) for group in owners]
-        self.by_bucket[bucket] = all_reduce_bytes(size, self._ranks.size), parts
+        self.by_bucket[names] = all_reduce_bytes(size, self._ranks.size), parts
 
     def _runs(self, names: Sequence[str]) -> list[list[str]]:
         """Cut names into groups as DistributedDataParallel cuts its buckets: gradients arrive from the last one on."""

@@ -195,7 +195,7 @@ class StreamHook(Hook):
     def __init__(self, compression: Compression) -> None:
         super().__init__(compression)
         self._device = compression.device
-        self._stream = _side_stream(self._device)
+        self._stream = side_stream(self._device)
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel.
@@ -212,7 +212,7 @@ class StreamHook(Hook):
             )
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._compression.reduce(bucket.parameters(), bucket.gradients())
+            self._compression.reduce(bucket_of(self._compression, bucket.parameters()), bucket.gradients())
             buffer.record_stream(self._stream)
             future: Future[Tensor] = Future(devices=[self._device])
             future.set_result(buffer)
@@ -220,7 +220,7 @@ class StreamHook(Hook):
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the process's one stream: its models share scratch memory, and their collectives need one order."""
     return torch.cuda.Stream(device, priority=-1)
 
@@ -248,10 +248,10 @@ class ThreadHook(Hook):
 
     def reduce(self, state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
         """Replace a bucket's gradients by their mean, in the order of DistributedDataParallel."""
-        buffer, parameters, gradients = bucket.buffer(), bucket.parameters(), bucket.gradients()
-        future: Future[Tensor] = Future()
+        buffer, gradients = bucket.buffer(), bucket.gradients()
+        names, future = bucket_of(self._compression, bucket.parameters()), Future[Tensor]()
         self._workers.submit(
-            lambda started: self._compression.reduce(parameters, gradients, started), lambda: future.set_result(buffer)
+            lambda started: self._compression.reduce(names, gradients, started), lambda: future.set_result(buffer)
         )
         # a future would turn errors into strings, so they are raised at the end of backward
         if torch._C._current_graph_task_id() == -1:  # after backward, where Lightning averages a static_graph
@@ -267,15 +267,21 @@ class ThreadHook(Hook):
             meter.waited(start)
 
 
+def bucket_of(compression: Compression, parameters: Sequence[Tensor]) -> tuple[str, ...]:
+    """Return the names of parameters."""
+    return tuple([compression.names[id(each)] for each in parameters])
+
+
 def reduce_now(compression: Compression, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Average some gradients after all of backward's hooks have finished."""
+    names = bucket_of(compression, parameters)
     if compression.device.type != "cuda":
-        compression.reduce(parameters, gradients)
+        compression.reduce(names, gradients)
         return
-    stream, current = _side_stream(compression.device), torch.cuda.current_stream(compression.device)
+    stream, current = side_stream(compression.device), torch.cuda.current_stream(compression.device)
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        compression.reduce(parameters, gradients)
+        compression.reduce(names, gradients)
     for gradient in gradients:
         gradient.record_stream(stream)
     current.wait_stream(stream)

@@ -1,4 +1,4 @@
-"""Which optimizer owns which parameters, and when an optimizer has stepped."""
+"""Trained parameters, which optimizer owns which of them, and when an optimizer has stepped."""
 
 from __future__ import annotations
 
@@ -8,9 +8,53 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class Trained:
+    """A trained parameter that every rank holds as a whole; sharded ones are a subclass.
+
+    Args:
+        name: as the user knows it.
+        parameter: what the optimizer steps.
+
+    Attributes:
+        name: as given.
+        shape: of the whole parameter, by which rules decide.
+        dtype: of the gradients that are averaged.
+        accumulates: autograd adds up its gradients.
+    """
+
+    accumulates: ClassVar[bool] = True
+
+    def __init__(self, name: str, parameter: Tensor) -> None:
+        self.name, self._parameter = name, parameter
+        self.shape: tuple[int, ...] = tuple(parameter.shape)
+        self.dtype = parameter.dtype
+
+    def parameter(self) -> Tensor:
+        """Return what the optimizer steps; its ``id`` is the parameter's identity."""
+        return self._parameter
+
+    def held(self) -> Tensor:
+        """Return this rank's memory: all of the parameter, or its shard."""
+        return self.parameter()
+
+    def gradient(self) -> Tensor | None:
+        """Return this rank's part of ``grad``."""
+        return self.parameter().grad
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor is returned as it is."""
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    with torch.no_grad():  # else it would be a new tensor of the graph
+        return to_local()
 
 
 class Listener(Protocol):
@@ -39,7 +83,7 @@ class Optimizers:
     """The optimizers of one model, found when they first step.
 
     Args:
-        names: of the model's parameters, by their ``id``.
+        trained: the model's parameters.
         frozen: names of parameters that are not averaged because they did not require a gradient, by their ``id``.
 
     Attributes:
@@ -48,8 +92,8 @@ class Optimizers:
         stepping: names of the parameters of each optimizer that is about to step.
     """
 
-    def __init__(self, names: Mapping[int, str], frozen: Mapping[int, str]) -> None:
-        self._names = names
+    def __init__(self, trained: Sequence[Trained], frozen: Mapping[int, str]) -> None:
+        self._trained = trained
         self._frozen = frozen
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.stepping: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()
@@ -61,7 +105,7 @@ class Optimizers:
     def owned(self, optimizer: Optimizer) -> set[str]:
         """Return the names of the parameters that the optimizer steps."""
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return {name for parameter, name in self._names.items() if parameter in owned}
+        return {each.name for each in self._trained if id(each.parameter()) in owned}
 
     def all_owned(self) -> set[str] | None:
         """Return the names of the parameters that any optimizer steps; None if there may be other optimizers."""
@@ -103,16 +147,17 @@ class Optimizers:
         return new
 
     def kept(self) -> list[Tensor]:
-        """Return all tensors of the optimizers' states, in an order that is the same on all ranks."""
+        """Return what this rank holds of all tensors of the optimizers' states, in the same order on all ranks."""
+        names = self._names()
         named = [
             (name, type(optimizer).__name__, key, value)
             for optimizer in self._seen
             for parameter, state in optimizer.state.items()
-            if (name := self._names.get(id(parameter)))
+            if (name := names.get(id(parameter)))
             for key, value in state.items()
             if isinstance(value, Tensor)
         ]
-        return [value for *_, value in sorted(named, key=lambda each: each[:3])]
+        return [part_of(value) for *_, value in sorted(named, key=lambda each: each[:3])]
 
     def rate(self) -> float | None:
         """Return the largest current learning rate; None if no optimizer was seen."""
@@ -146,7 +191,11 @@ class Optimizers:
         groups = [group for group in optimizer.param_groups if "lr" in group]
         # a schedule that ends at 0 may round to below 0
         pairs = [(id(parameter), max(0.0, float(group["lr"]))) for group in groups for parameter in group["params"]]
-        return {self._names[parameter]: rate for parameter, rate in pairs if parameter in self._names}
+        names = self._names()
+        return {names[parameter]: rate for parameter, rate in pairs if parameter in names}
+
+    def _names(self) -> dict[int, str]:
+        return {id(each.parameter()): each.name for each in self._trained}
 
 
 def hyperparameters(optimizers: Iterable[Optimizer]) -> dict[str, list[object]]:

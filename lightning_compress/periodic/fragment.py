@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_compress.collectives import Collective
 from lightning_compress.core import errors
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.optimizers import Trained
 from lightning_compress.settings.run_state import RunState
 
 _CAPS = (25 << 20, 25 << 20)
@@ -97,8 +98,7 @@ class Fragment:
 
     Args:
         replicas: the parameters that this rank trains, by name.
-        kinds: the kind of every parameter of the model, see ``kinds_of``.
-        settings: of the compression.
+        settings: of the compression, bound to the model.
         outer: settings of the optimizer that steps the anchors.
         ranks: to average over. If anything else is sent at the same time, this fragment needs a collective of its own.
 
@@ -113,7 +113,6 @@ class Fragment:
     def __init__(
         self,
         replicas: Mapping[str, nn.Parameter],
-        kinds: Mapping[str, str],
         settings: RunState,
         outer: Outer,
         ranks: Collective,
@@ -122,16 +121,12 @@ class Fragment:
         self.synced = 0
         self.wait: Callable[[], None] | None = None
         self.outcome = Outcome.PENDING
-        module = nn.Module()
-        for name, replica in replicas.items():  # register_parameter refuses names with dots
-            module._parameters[name] = nn.Parameter(_anchor_of(replica))
-        self.anchors = dict(module.named_parameters())
+        self.anchors = {name: nn.Parameter(_anchor_of(replica)) for name, replica in replicas.items()}
         self._changes = {name: torch.zeros_like(anchor) for name, anchor in self.anchors.items()}
-        self.compression = Compression(
-            module, settings, ranks, unused=False, accumulates=False, caps=_CAPS, kinds=kinds
-        )
+        trained = [Trained(name, anchor) for name, anchor in self.anchors.items()]
+        self.compression = Compression(trained, settings, ranks, unused=False, accumulates=False, caps=_CAPS)
         self.compression.active = True
-        self._outer = torch.optim.SGD(module.parameters(), **asdict(outer))
+        self._outer = torch.optim.SGD(self.anchors.values(), **asdict(outer))
         self.compression.take_over(self._outer)
 
     def collect(self, step: int) -> int:
@@ -152,9 +147,9 @@ class Fragment:
         meter = self.compression.meter
         before = meter.bytes_dense
         for dtype in dict.fromkeys(anchor.dtype for anchor in self.anchors.values()):
-            names = [name for name, anchor in self.anchors.items() if anchor.dtype == dtype]
+            names = tuple(name for name, anchor in self.anchors.items() if anchor.dtype == dtype)
             with errors.explained(f"round {self.compression.step}, averaging {names[0]} and on", self._rank):
-                self.compression.reduce([self.anchors[name] for name in names], [self._changes[name] for name in names])
+                self.compression.reduce(names, [self._changes[name] for name in names])
         share = sum(each.nbytes for each in self.replicas.values()) / sum(each.nbytes for each in self.anchors.values())
         meter.bytes_dense = before + round(steps * share * (meter.bytes_dense - before))
 

@@ -19,6 +19,7 @@ from lightning_compress.core import errors
 from lightning_compress.engine import checks
 from lightning_compress.engine.attach import check_setup
 from lightning_compress.engine.drift import DriftGuard
+from lightning_compress.engine.optimizers import Trained
 from lightning_compress.periodic.averaged_gradients import (
     AveragedGradients,
     average_gradients,
@@ -157,7 +158,8 @@ class LocalSGD(Synchroniser):
         self._transports = [self.ranks.apart() if self.rounds.delay else self.ranks for _ in range(parts)]
         ours = self.model, self.optimizers, settings, self.rounds, self.outer
         self.fragments = Fragments(*ours, self._transports, self.rules, self.averaged.takes)
-        self._drift = DriftGuard([*self.averaged.trained(self.model).items()], (), self.ranks, settings)
+        averaged = [Trained(*each) for each in self.averaged.trained(self.model).items()]
+        self._drift = DriftGuard(averaged, (), self.ranks, settings)
         # of its own if gradients are averaged: a fragment may travel meanwhile, and count its bytes
         self._meter = Meter(self.device) if self.averaged.rules else self.fragments.parts[0].compression.meter
         self.counted = CountingCollective(self.ranks, self._meter)

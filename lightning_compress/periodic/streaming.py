@@ -74,7 +74,8 @@ class Fragments:
     def _add(self, names: Sequence[str]) -> Fragment:
         named, ranks = dict(self._model.named_parameters()), self._ranks[min(len(self.parts), self.last)]
         replicas = {name: named[name] for name in names}
-        self.parts.append(Fragment(replicas, kinds_of(self._model), self._settings, self._outer, ranks))
+        settings = self._settings.bound(kinds_of(self._model))  # modules may have been added
+        self.parts.append(Fragment(replicas, settings, self._outer, ranks))
         self.replicas = {name: replica for part in self.parts for name, replica in part.replicas.items()}
         return self.parts[-1]
 

@@ -87,16 +87,19 @@ class Rules:
         min_numel: parameters with fewer elements are sent as float32 (dense).
         rules: in order of priority.
         kinds: of the model's parameters, by name; empty until the rules are bound to a model.
+        whole: shapes of parameters of which this rank holds a part only, by name. Rules decide by these, so that the
+            method of a parameter does not depend on the number of shards.
     """
 
     method: Method
     min_numel: int
     rules: tuple[Rule, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    whole: Mapping[str, Shape] = field(default_factory=dict, repr=False, compare=False)
 
-    def bound(self, kinds: Mapping[str, str]) -> Rules:
-        """Return these rules for a model; ``kinds``: see ``kinds_of``."""
-        return replace(self, kinds=kinds)
+    def bound(self, kinds: Mapping[str, str], whole: Mapping[str, Shape] | None = None) -> Rules:
+        """Return these rules for a model, some of whose parameters may be sharded."""
+        return replace(self, kinds=kinds, whole=whole or {})
 
     @property
     def methods(self) -> list[Method]:
@@ -106,6 +109,7 @@ class Rules:
     def method_of(self, name: str, shape: Shape) -> Method:
         """Return the method of a parameter, by its name and shape."""
         method = next((rule.method for rule in self.rules if rule.takes(name, self._kind(name))), self.method)
+        shape = self.whole.get(name, shape)
         if method.elementwise or (len(shape) > 1 and prod(shape) >= self.min_numel):
             return method
         return self.method if self.method.elementwise else Dense()

@@ -35,7 +35,7 @@ from lightning_compress.settings.parsing import (
     rebuild_compressor,
     written,
 )
-from lightning_compress.settings.rules import Compressor, Rules
+from lightning_compress.settings.rules import Compressor, Rules, Shape
 from lightning_compress.settings.schedule import changed
 
 
@@ -203,9 +203,9 @@ class RunState:
             )
         return state._checked()
 
-    def bound(self, kinds: Mapping[str, str]) -> RunState:
-        """Return these settings for a model; ``kinds``: of its parameters, by name (see ``rules.kinds_of``)."""
-        return dataclasses.replace(self, rules=self.rules.bound(kinds))
+    def bound(self, kinds: Mapping[str, str], whole: Mapping[str, Shape] | None = None) -> RunState:
+        """Return these settings for a model; see ``Rules``."""
+        return dataclasses.replace(self, rules=self.rules.bound(kinds, whole))
 
     def compensation(self, method: Method) -> Compensation:
         """Return what happens to the part that a method does not send."""
@@ -390,7 +390,7 @@ def resumed(own: RunState, kept: Mapping[str, object]) -> tuple[RunState, RunSta
     Raises:
         ValueError: see ``RunState.resumed``. If ``kept`` is something else, also TypeError, LookupError and others.
     """
-    now, following = (own.resumed(running).bound(own.rules.kinds) for running in (kept, coming(kept)))
+    now, following = (own.resumed(running).bound(own.rules.kinds, own.rules.whole) for running in (kept, coming(kept)))
     scheduled = dict(mapping("scheduled", kept["scheduled"])) if own.follows(kept) else {}
     return now, now if following == now else following, scheduled
 

@@ -13,6 +13,7 @@ from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.contrib.reducers.signsgd import SignSGD
 from lightning_compress.corrections import DGC, OneBitAdam
 from lightning_compress.engine.accumulation import Passes
+from lightning_compress.engine.optimizers import Trained
 from lightning_compress.exchanges import TwoShot
 from tests.helpers.training import Net, fit, parameters
 from tests.turns import by_turns
@@ -132,7 +133,7 @@ def test_a_pass_may_leave_parameters_out(pools, name):
 
 
 def test_a_parameter_without_elements_takes_part():
-    passes = Passes([("none", nn.Parameter(torch.zeros(0, 7)))])
+    passes = Passes([Trained("none", nn.Parameter(torch.zeros(0, 7)))])
     for _ in range(2):
         for _ in range(2):
             kept, left_out, adds_up = passes.arrive(["none"], averages=False)

@@ -19,6 +19,7 @@ from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.collectives import run_threads
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.group import Group
+from lightning_compress.engine.optimizers import Trained
 from lightning_compress.periodic import Gossip, LocalSGD
 from lightning_compress.settings.run_state import RunState
 from tests.engine.test_modes import TwoOptimizers, residuals
@@ -210,7 +211,7 @@ def test_elements_in_another_order_are_drift(places):
         weight = torch.arange(150_000.0)
         if ranks.rank == 1:
             weight[[*places]] = weight[[*reversed(places)]]
-        guard = DriftGuard([("weight", weight)], [], ranks, RunState.of("topk", check_drift_every=1))
+        guard = DriftGuard([Trained("weight", weight)], [], ranks, RunState.of("topk", check_drift_every=1))
         with pytest.raises(RuntimeError, match="weight of rank 1 differ from rank 0's"):
             guard.compare(1)
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_compress.codecs import Codec
 from lightning_compress.collectives import run_threads
+from lightning_compress.engine.checks import trained
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
@@ -19,11 +20,11 @@ def train(ranks, case, gradients, **settings):
     model = nn.Linear(*SHAPE[::-1], bias=False)
     exchange = "all_gather" if isinstance(case.codec, Codec) else "auto"
     chosen = RunState.of(case.codec, exchange, min_numel=1, check_drift_every=0, **settings)
-    compression, optimizer = Compression(model, chosen, ranks), torch.optim.SGD(model.parameters(), 0.0)
+    compression, optimizer = Compression(trained(model), chosen, ranks), torch.optim.SGD(model.parameters(), 0.0)
     means = []
     for each in gradients:
         model.weight.grad = each.clone()
-        compression.reduce([model.weight], [model.weight.grad])
+        compression.reduce(("weight",), [model.weight.grad])
         means.append(model.weight.grad.clone())
         optimizer.step()
         optimizer.zero_grad()

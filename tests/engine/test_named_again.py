@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from lightning_compress.collectives import run_threads
+from lightning_compress.engine.checks import trained
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import bucket_of
 from lightning_compress.settings.run_state import RunState
 
 FEW, MANY = {"name": "topk", "density": 0.01}, {"name": "topk", "density": 0.2}
@@ -24,7 +26,7 @@ def _step(compression, model, step, optimizer):
     generator = torch.Generator().manual_seed(10 * step + compression._collective.rank)
     for each in parameters:
         each.grad = torch.randn(each.shape, generator=generator)
-    compression.reduce(parameters, [each.grad for each in parameters])
+    compression.reduce(bucket_of(compression, parameters), [each.grad for each in parameters])
     optimizer.step()
     return sum(int((each.grad != 0).sum()) for each in parameters)
 
@@ -32,7 +34,7 @@ def _step(compression, model, step, optimizer):
 def _run(collective, given, state=None, steps=1, tuned=None, names=("only",), rates=(), **settings):
     """Take steps; returns the state, elements of the last mean that are not 0, the residual's norm."""
     model = _layers(*names)
-    compression = Compression(model, RunState.of(given, **settings), collective)
+    compression = Compression(trained(model), RunState.of(given, **settings), collective)
     compression.active = True
     if state is not None:
         compression.load_state_dict(state)
@@ -81,7 +83,7 @@ def test_what_was_tuned_goes_on():
 
 def test_what_was_tuned_goes_on_for_a_model_that_is_wrapped_anew():
     def rank(collective):
-        first, second = (Compression(nn.Linear(64, 64), RunState.of(FEW), collective) for _ in range(2))
+        first, second = (Compression(trained(nn.Linear(64, 64)), RunState.of(FEW), collective) for _ in range(2))
         first.active = second.active = True
         first.retune(density=0.2)
         second.follow(first)
@@ -146,7 +148,7 @@ def test_a_state_of_other_parameters_is_no_state_of_this_model(caplog):
 def test_a_model_that_is_wrapped_anew_counts_on():
     def rank(collective):
         model = _layers("only")
-        first, second = (Compression(model, RunState.of(FEW), collective) for _ in range(2))
+        first, second = (Compression(trained(model), RunState.of(FEW), collective) for _ in range(2))
         first.active = second.active = True
         first.meter.sample_every = 3
         optimizer = torch.optim.SGD(model.parameters(), 0.0)

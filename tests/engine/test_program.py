@@ -18,8 +18,10 @@ from lightning_compress.collectives.collective import Collective
 from lightning_compress.collectives.counting import Meter
 from lightning_compress.core.random import RandomBits, mix, permutation
 from lightning_compress.engine import programs
+from lightning_compress.engine.checks import trained
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.group import Group
+from lightning_compress.engine.hook import bucket_of
 from lightning_compress.kernels.program import Program, Tape, here, recording
 from lightning_compress.settings.compensation import kind_of
 from lightning_compress.settings.rules import kinds_of
@@ -134,7 +136,7 @@ class Side:
         self.optimizers = [torch.optim.SGD(self.parameters[:2], 0.1), torch.optim.SGD(self.parameters[2:], 0.1)]
         chosen = RunState.of("qsgd", "all_gather", schedule="none", check_drift_every=0).bound(kinds_of(self.model))
         chosen = chosen.stepped_by(kind_of(self.optimizers))
-        self.compression = Compression(self.model, chosen, Echo(), lambda: self.scale, unused=True)
+        self.compression = Compression(trained(self.model), chosen, Echo(), lambda: self.scale, unused=True)
         self.compression.meter.sample_every, self.compression.active = 0, True
         self.move()
 
@@ -151,7 +153,7 @@ class Side:
             self.gradients[place].zero_()
         with mock.patch.object(programs, "MOST", self.most):
             self.compression.before_backward()
-            self.compression.reduce(self.parameters, self.gradients)
+            self.compression.reduce(bucket_of(self.compression, self.parameters), self.gradients)
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
 

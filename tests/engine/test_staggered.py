@@ -12,7 +12,9 @@ from lightning_compress.codecs import Codec, TopK
 from lightning_compress.collectives import run_threads
 from lightning_compress.contrib.reducers.signsgd import SignSGD
 from lightning_compress.corrections import DGC
+from lightning_compress.engine.checks import trained
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import bucket_of
 from lightning_compress.settings.run_state import RunState
 from tests.cases import CASES
 from tests.helpers.training import Net, fit, parameters
@@ -37,7 +39,7 @@ class Run:
 
     def __init__(self, ranks, settings, together, rate=1.0):
         self.ranks, self.together, self.model = ranks, together, Parts()
-        self.compression = Compression(self.model, settings, ranks)
+        self.compression = Compression(trained(self.model), settings, ranks)
         slow, fast, rare = self.model.parameters()
         self.slow, self.fast = (torch.optim.SGD(each, rate) for each in ([slow, rare], [fast]))
         self.brought = [torch.zeros_like(each) for each in self.model.parameters()]
@@ -58,7 +60,7 @@ class Run:
             return
         buckets = [parameters[::-1]] if self.together else [[each] for each in parameters[::-1]]
         for bucket in buckets:
-            self.compression.reduce(bucket, [each.grad for each in bucket])
+            self.compression.reduce(bucket_of(self.compression, bucket), [each.grad for each in bucket])
 
     def residual(self):
         """What is kept, by parameter."""

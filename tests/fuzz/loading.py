@@ -14,7 +14,9 @@ from torch import nn
 
 from lightning_compress.collectives import run_threads
 from lightning_compress.core import state_check, state_dict
+from lightning_compress.engine.checks import trained
 from lightning_compress.engine.compression import Compression
+from lightning_compress.engine.hook import bucket_of
 from lightning_compress.settings.run_state import RunState
 from lightning_compress.strategies.resume import Resume, restore_compression, save_compression
 from lightning_compress.testing.fuzz import mutate
@@ -33,7 +35,7 @@ class Run:
         torch.manual_seed(1)
         self.ranks = ranks
         self.model = nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 40))
-        self.compression = Compression(self.model, RunState.of(method), ranks)
+        self.compression = Compression(trained(self.model), RunState.of(method), ranks)
         self.compression.active = True
 
     def step(self, seed):
@@ -41,7 +43,7 @@ class Run:
         parameters = list(self.model.parameters())
         generator = torch.Generator().manual_seed(10 * seed + self.ranks.rank)
         gradients = [torch.randn(each.shape, generator=generator) for each in parameters]
-        self.compression.reduce(parameters, gradients)
+        self.compression.reduce(bucket_of(self.compression, parameters), gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         torch.optim.SGD(parameters, 0.1, momentum=0.9).step()

@@ -17,6 +17,7 @@ from lightning_compress import CompressedDDPStrategy, attach
 from lightning_compress.codecs import FFT, QSGD, TopK
 from lightning_compress.collectives import run_threads
 from lightning_compress.core.registry import plain
+from lightning_compress.engine.checks import trained
 from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
 from lightning_compress.settings.schedule import Progress, Schedule
@@ -280,7 +281,7 @@ def test_a_bare_model_warms_up_by_steps_or_not_at_all(pools):
 def test_dgc_goes_on_from_a_run_without_warm_up():
     """Of an earlier version, in which it was a setting of the method."""
     made = {
-        warmup: Compression(nn.Linear(4, 4), RunState.of("dgc", schedule=warmup), run_threads(1, alone)[0])
+        warmup: Compression(trained(nn.Linear(4, 4)), RunState.of("dgc", schedule=warmup), run_threads(1, alone)[0])
         for warmup in ("none", None)
     }
     saved = made["none"].state_dict()
@@ -298,7 +299,7 @@ def test_dgc_goes_on_from_a_run_without_warm_up():
 def test_values_of_numpy_are_saved_and_gone_on_with(tmp_path):
     densities = np.geomspace(0.1, 0.001, 3)
     settings = RunState.of({"name": "topk", "density": densities[0]}, schedule={"density": {0: densities[1]}})
-    made, again = (Compression(nn.Linear(4, 4), settings, run_threads(1, alone)[0]) for _ in range(2))
+    made, again = (Compression(trained(nn.Linear(4, 4)), settings, run_threads(1, alone)[0]) for _ in range(2))
     made.count(0, 0)
     assert made.settings.method.density == densities[1]
     made.retune(density=densities[2])

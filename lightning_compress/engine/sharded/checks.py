@@ -1,0 +1,144 @@
+"""Checks of a sharded model before training: what cannot work raises on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_compress.engine import checks
+from lightning_compress.engine.sharded.hook import ReplicaHook
+from lightning_compress.engine.sharded.units import Unit
+from lightning_compress.settings.run_state import RunState
+
+HOW = (
+    "mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')), "
+    "fully_shard(module, mesh=mesh['shard']) and attach(model, ..., replicas=mesh['replicate'])"
+)
+
+
+def check_methods(settings: RunState) -> None:
+    """Raise ValueError for settings that need a whole gradient or a whole state of the optimizer on every rank.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if (clipping := settings.options.local_clip_norm) is not None:
+        raise ValueError(
+            f"local_clip_norm={clipping} needs the norm of a rank's whole gradient, and a rank of a sharded model has "
+            "a shard: leave it out, and clip the mean with torch.nn.utils.clip_grad_norm_"
+        )
+    if settings.options.delay:
+        raise ValueError("delay=1 does not work with sharded models, as FSDP waits for each average: use delay=0")
+    correction = settings.correction
+    if settings.optimizing or (correction and correction.counts_steps):
+        raise ValueError(
+            f"{settings.steps_by} does a part of the optimizer's work, whose state FSDP shards: use "
+            "compressor='rotated' or 'qsgd', which leave all of it to the optimizer"
+        )
+
+
+def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise ValueError if the gradients of the model do not reach a hook as means over the shards.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not units:
+        raise ValueError(f"fully_shard was applied to no module that has trained parameters: use {HOW}")
+    for unit in units:
+        _check_unit(unit)
+    shards = {tuple(unit.mesh.mesh.flatten().tolist()) for unit in units}
+    if len(shards) > 1:
+        raise ValueError(
+            f"the model's modules are sharded over different ranks ({sorted(shards)}): give all calls of fully_shard "
+            "the same mesh['shard']"
+        )
+    within = {id(shard.parameter()) for unit in units for shard in unit.trained}
+    outside = [name for name, each in checks.trained_parameters(model) if id(each) not in within]
+    if outside:
+        raise ValueError(
+            f"{', '.join(outside[:3])} of {len(outside)} trained parameters outside of every sharded module would not "
+            "be averaged at all: apply fully_shard to the model itself, too, after its blocks"
+        )
+    if not any(shard.numel for unit in units for shard in unit.trained):
+        raise ValueError("a rank holds no element of any parameter, as there are more shards than rows: use fewer")
+    if getattr(model, checks.AVERAGED_ELSEWHERE, ()):
+        raise ValueError("SufficientFactors needs DistributedDataParallel: leave it out for a sharded model")
+
+
+def _check_unit(unit: Unit) -> None:
+    mesh, sizes = unit.mesh, tuple(unit.mesh.mesh.shape)
+    if not unit.shards:
+        raise ValueError(
+            f"replicate() was applied to {unit.name}, so that PyTorch averages its gradients over {sizes} ranks "
+            "uncompressed: use DistributedDataParallel and attach(ddp, ...)"
+        )
+    if unit.replicates or len(sizes) > 1:
+        raise ValueError(
+            f"fully_shard of {unit.name} got the mesh {dict(zip(mesh.mesh_dim_names or '?', sizes, strict=False))}, "
+            f"over whose replicas PyTorch averages uncompressed. It must have the shards alone: use {HOW}"
+        )
+    if parallel := [each.name for each in unit.trained if _dimensions(each.parameter()) > 1]:
+        raise ValueError(f"{parallel[0]} is sharded over more than one dimension of a mesh (tensor parallel): use one")
+    if (factor := unit.divides_by) is not None or unit.only_sums:
+        setter = (
+            "set_force_sum_reduction_for_comms(True)" if factor is None else f"set_gradient_divide_factor({factor})"
+        )
+        raise ValueError(
+            f"{setter} of {unit.name} makes FSDP's result another than the mean over the shards, which compression "
+            "averages over the replicas: leave it out, and scale the loss"
+        )
+    if (dtype := unit.trained[0].dtype) not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"FSDP reduces gradients of {unit.name} in {dtype}, and divides by a part of the ranks before and the rest "
+            "after compression: use MixedPrecisionPolicy(reduce_dtype=torch.float32) or torch.bfloat16"
+        )
+    if unit.offloads:
+        raise ValueError(f"CPUOffloadPolicy of {unit.name} moves gradients while they are averaged: leave it out")
+    if isinstance(unit.hooked, ReplicaHook):
+        raise ValueError(f"{unit.name} has a compression: close it before you attach another one")
+
+
+def _dimensions(parameter: object) -> int:
+    return int(getattr(parameter, "device_mesh").ndim)  # noqa: B009  # a DTensor's
+
+
+def check_replicas(replicas: object, units: Sequence[Unit], ranks: int) -> None:
+    """Raise ValueError if ``replicas`` is not the other dimension of a mesh of all ranks.
+
+    Args:
+        replicas: as given.
+        units: of the model.
+        ranks: in the world.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(replicas, DeviceMesh) or replicas.ndim != 1:
+        raise ValueError(f"replicas={replicas} must be the mesh of the replicas, of one dimension: use {HOW}")
+    shards = units[0].mesh.size()
+    common = set(replicas.mesh.tolist()) & set(units[0].mesh.mesh.tolist())
+    if replicas.size() * shards != ranks or len(common) != 1:
+        raise ValueError(
+            f"{replicas.size()} replicas={replicas} of {shards} shards {units[0].mesh} are not the {ranks} ranks: the "
+            f"sizes' product must be, and the two meshes cross in this rank. Use {HOW}"
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], units: Sequence[Unit]) -> None:
+    """Raise ValueError for an optimizer of parameters that ``fully_shard`` has replaced.
+
+    Raises:
+        ValueError: there is one.
+    """
+    ours = {id(shard.parameter()) for unit in units for shard in unit.trained}
+    for each in optimizers:
+        if ours.isdisjoint(id(parameter) for group in each.param_groups for parameter in group["params"]):
+            raise ValueError(
+                f"{type(each).__name__} steps none of the model's {len(ours)} trained parameters: fully_shard replaces "
+                "them, so build the optimizer after it"
+            )
