@@ -42,16 +42,19 @@ class Planes:
 
     Attributes:
         size: bytes of the codes, ``code_bytes(count, bits)``.
+        table: of each plane the lowest bit, the width, and the first byte: int64 ``[planes, 3]``.
     """
 
     def __init__(self, bits: int, count: int) -> None:
         self.size = code_bytes(count, bits)
         self._low: list[tuple[int, int, int]] = []
         self._high: list[tuple[int, int, int]] = []
-        start = 0
+        start, rows = 0, []
         for low, width in planes(bits):
+            rows.append((low, width, start))
             (self._high if low >= 8 else self._low).append((low % 8, width, start))
             start += code_bytes(count, width)
+        self.table = np.array(rows, np.int64)
 
     def write(self, codes: Tensor, elements: slice, body: Tensor) -> None:
         """Pack codes.

@@ -11,7 +11,7 @@ from lightning_compress import kernels
 LANES = kernels.TILE
 """Elements of a row."""
 INT, FLOAT = ir.IntType(32), ir.FloatType()
-FLOATS = ir.VectorType(FLOAT, LANES)
+FLOATS, INTS, BYTES = (ir.VectorType(each, LANES) for each in (FLOAT, INT, ir.IntType(8)))
 
 
 class Operation:
@@ -81,3 +81,36 @@ def _bytes(vector: Any) -> int:
 def constant(value: float, vector: Any = FLOATS) -> Any:
     """Return a vector that has this value in all lanes."""
     return ir.Constant(vector, [value] * vector.count)
+
+
+def plane_of(width: int) -> Any:
+    """Return the type of a row of codes' bits in a plane of this width (codecs/packing/planes.py): bytes."""
+    return ir.VectorType(ir.IntType(8), LANES * width // 8)
+
+
+def spread_bits(row: Operation, packed: Any, width: int) -> Any:
+    """Return the bits of a plane of 1, 2, 4 or 8 bits, ``packed``, as a code each: ``BYTES``."""
+    make = row.builder
+    if width == 8:
+        return packed
+    if width == 1:
+        return make.zext(make.bitcast(packed, ir.VectorType(ir.IntType(1), LANES)), BYTES)
+    lane = ir.VectorType(ir.IntType(64 // width), packed.type.count)
+    spread = make.zext(packed, lane)
+    for shift, mask in ((4, 0x0F0F),) if width == 4 else ((12, 0x000F000F), (6, 0x03030303)):
+        spread = make.and_(make.or_(spread, make.shl(spread, constant(shift, lane))), constant(mask, lane))
+    return make.bitcast(spread, BYTES)
+
+
+def gather_bits(row: Operation, codes: Any, width: int) -> Any:
+    """Undo ``spread_bits``."""
+    make = row.builder
+    if width == 8:
+        return codes
+    if width == 1:
+        return make.bitcast(make.trunc(codes, ir.VectorType(ir.IntType(1), LANES)), plane_of(1))
+    lane = ir.VectorType(ir.IntType(64 // width), plane_of(width).count)
+    folded = make.bitcast(make.and_(codes, constant(2**width - 1, BYTES)), lane)
+    for shift in (4,) if width == 4 else (6, 12):
+        folded = make.or_(folded, make.lshr(folded, constant(shift, lane)))
+    return make.trunc(folded, plane_of(width))

@@ -18,15 +18,26 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lightning_compress.kernels.numba.llvm import FLOAT, FLOATS, INT, LANES, Operation, constant
+from lightning_compress.kernels.numba.llvm import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    INT,
+    INTS,
+    LANES,
+    Operation,
+    constant,
+    gather_bits,
+    plane_of,
+    spread_bits,
+)
 
 GAMMA = 0x9E3779B97F4A7C15
 """Difference between the states of consecutive random words."""
 FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Factors of the hash that turns a state into a random word; see ``core/random.py``."""
-_INTS, _BYTES = (ir.VectorType(each, LANES) for each in (INT, ir.IntType(8)))
 _RANDOM, _SHORTS = ir.VectorType(ir.IntType(64), LANES // 2), ir.VectorType(ir.IntType(16), 2 * LANES)
-_FIRST, _SECOND = (ir.Constant(_INTS, list(range(start, start + LANES))) for start in (0, LANES))
+_FIRST, _SECOND = (ir.Constant(INTS, list(range(start, start + LANES))) for start in (0, LANES))
 _MANY, _BITS = ir.VectorType(FLOAT, 32), ir.VectorType(ir.IntType(1), 32)
 _BLOCK, _CODES, _WORDS = (ir.VectorType(each, 64) for each in (FLOAT, ir.IntType(8), INT))
 
@@ -144,7 +155,7 @@ def fetch(typing: Any, source: Any, at: Any) -> Any:
     def generate(*given: Any) -> Any:
         row = Operation(*given)
         make, integer = row.builder, ir.IntType(32)
-        pointer = row.pointer(0, _BYTES.element)
+        pointer = row.pointer(0, BYTES.element)
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, integer, integer, integer])
         known = make.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
         make.call(known, [pointer, integer(0), integer(3), integer(1)])
@@ -237,38 +248,6 @@ def to_numbers(typing: Any, tile: Any, at: Any, steps: Any, first: Any, shift: A
 # Operations on a row of 16 codes, whose bits lie in planes (codecs/packing/planes.py)
 
 
-def _spread_bits(row: Operation, packed: Any, width: int) -> Any:
-    """Return the bits of a plane, ``packed``, as a code each."""
-    make = row.builder
-    if width == 8:
-        return packed
-    if width == 1:
-        return make.zext(make.bitcast(packed, ir.VectorType(ir.IntType(1), LANES)), _BYTES)
-    lane = ir.VectorType(ir.IntType(64 // width), packed.type.count)
-    spread = make.zext(packed, lane)
-    for shift, mask in ((4, 0x0F0F),) if width == 4 else ((12, 0x000F000F), (6, 0x03030303)):
-        spread = make.and_(make.or_(spread, make.shl(spread, constant(shift, lane))), constant(mask, lane))
-    return make.bitcast(spread, _BYTES)
-
-
-def _gather_bits(row: Operation, codes: Any, width: int) -> Any:
-    """Undo ``_spread_bits``."""
-    make = row.builder
-    if width == 8:
-        return codes
-    if width == 1:
-        return make.bitcast(make.trunc(codes, ir.VectorType(ir.IntType(1), LANES)), _plane(1))
-    lane = ir.VectorType(ir.IntType(64 // width), _plane(width).count)
-    folded = make.bitcast(make.and_(codes, constant(2**width - 1, _BYTES)), lane)
-    for shift in (4,) if width == 4 else (6, 12):
-        folded = make.or_(folded, make.lshr(folded, constant(shift, lane)))
-    return make.trunc(folded, _plane(width))
-
-
-def _plane(width: int) -> Any:
-    return ir.VectorType(ir.IntType(8), LANES * width // 8)
-
-
 def _adder(bits: int) -> Any:
     def add_codes(
         typing: Any,
@@ -288,11 +267,11 @@ def _adder(bits: int) -> Any:
             make, codes, low = row.builder, None, 0
             for number, width in enumerate((8 if bits == 8 else 4, 2, 1), 1):
                 if bits & width:
-                    plane = _spread_bits(row, row.load(2, _plane(width), index=number), width)
-                    codes = make.or_(codes, make.shl(plane, constant(low, _BYTES))) if codes else plane
+                    plane = spread_bits(row, row.load(2, plane_of(width), index=number), width)
+                    codes = make.or_(codes, make.shl(plane, constant(low, BYTES))) if codes else plane
                     low += width
-            sign = row.spread(9, _INTS)
-            level = make.sub(make.xor(make.zext(codes, _INTS), sign), sign)
+            sign = row.spread(9, INTS)
+            level = make.sub(make.xor(make.zext(codes, INTS), sign), sign)
             value = make.fmul(make.fadd(make.sitofp(level, FLOATS), row.spread(8)), row.load(6))
             row.store(make.fadd(row.load(0), value), 0)
             return row.done()
@@ -308,8 +287,8 @@ def _writer(width: int) -> Any:
         def generate(*given: Any) -> Any:
             row = Operation(*given)
             make = row.builder
-            codes = make.trunc(make.fptosi(row.load(2), _INTS), _BYTES)
-            row.store(_gather_bits(row, make.lshr(codes, row.spread(4, _BYTES)), width), 0)
+            codes = make.trunc(make.fptosi(row.load(2), INTS), BYTES)
+            row.store(gather_bits(row, make.lshr(codes, row.spread(4, BYTES)), width), 0)
             return row.done()
 
         return types.void(body, index, levels, at, types.uint8), generate
