@@ -258,6 +258,15 @@ CASES = [
         lossless=RangeFloat(bits=32, mantissa=23),
         reference=_range_float,
         also=RANGE_FLOATS,
+        numba=(
+            {},
+            {"bits": 2, "block": 64},
+            {"bits": 5, "mantissa": 1, "block": 72},
+            {"bits": 7, "block": 1032, "rounding": "truncate"},
+            {"bits": 11, "block": 1 << 20},
+            {"bits": 16, "block": 64},
+            {"bits": 32},
+        ),
         triton=(
             {},
             {"bits": 7, "mantissa": 2, "block": 1032, "rounding": "truncate"},

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_compress import kernels
-from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, aligned
+from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, Shard, Shards, SourcePlan, aligned
 from lightning_compress.codecs.packing.planes import Planes, code_bytes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
 from lightning_compress.core.layout import Layout
+from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
 from lightning_compress.core.workspace import chunk_size, pieces
 
 Rounding = Literal["nearest", "truncate"]
@@ -84,7 +87,9 @@ class RangeFloat(Codec):
 
     def plan(self, layout: Layout, device: torch.device, summands: int = 1) -> Plan:
         """See ``Codec.plan``; ``summands`` is ignored, because messages cannot be summed."""
-        fused = kernels.backend(__name__, device)
+        if loops := kernels.backend(__name__, device, "numba"):
+            return _LoopPlan(layout, device, self, loops)
+        fused = kernels.backend(__name__, device, "triton")
         if not fused or self.block > fused.LONGEST:
             return _RangeFloatPlan(layout, device, self)
         _, body, used = self.sections(layout.numel)
@@ -182,3 +187,65 @@ class _RangeFloatPlan(Plan):
         """Return the vector's pieces, one block per row."""
         pairs = zip(self._elements, self._sizes, strict=True)
         return [vector[elements].view(size, -1) for elements, size in pairs]
+
+
+class _LoopPlan(SourcePlan):
+    """Encodes and decodes by loops on a CPU, which access each number in memory once."""
+
+    in_pieces = True
+
+    def __init__(self, layout: Layout, device: torch.device, codec: RangeFloat, loops: Any) -> None:
+        super().__init__(layout)
+        _, self._body, self._end = codec.sections(layout.numel)
+        self.message_size = aligned(self._end)
+        self._codec, self._loops, self._planes = codec, loops, Planes(codec.bits, layout.numel).table
+        mantissa, tried = candidates(codec.bits, codec.mantissa)
+        self._settings = codec.block, codec.bits, mantissa, tried, codec.rounding == "nearest"
+        self._codes = np.empty(loops.TILE, loops.code_kind(codec.bits))
+        whole = Shard(0, layout.numel, self, 0, self.message_size, 0, 0)
+        self._own = Shards.of([self._row(whole)], [whole], device)
+
+    def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
+        """See ``Plan.encode_from``."""
+        self.check(rest, message)
+        if self.layout.numel:
+            self.encode_shards(source, rest, message, self._own, key)
+
+    def decode(self, messages: Tensor, out: Tensor | Pieces, weight: float, accumulate: bool) -> None:
+        """See ``Plan.decode``."""
+        self.check(out, messages)
+        if not self.layout.numel:
+            return
+        heads = messages[:, : self._body].clone(memory_format=torch.contiguous_format).view(-1).view(torch.int32)
+        inputs = (
+            heads.view(len(messages), self._body // 4).numpy(),
+            messages[:, self._body : self._end].numpy(),
+            self._planes,
+        )
+        self._loops.decode(*inputs, self._settings, self._codes, place_of(out), np.float32(weight), accumulate)
+
+    def shards(self, shards: Sequence[Shard], device: torch.device) -> Shards | None:
+        """See ``ShardCoder``."""
+        rows = []
+        for shard in shards:
+            if not isinstance(plan := shard.coder, _LoopPlan) or plan._codec != self._codec:
+                return None
+            rows.append(plan._row(shard))
+        return Shards.of(rows, shards, device)
+
+    def encode_shards(self, source: Source, rest: Tensor | None, messages: Tensor, shards: Shards, key: int) -> None:
+        """See ``ShardCoder``."""
+        inputs = shards.table.numpy(), messages.view(-1).numpy(), self._settings, self._codes
+        source.feed(self._loops.encode_shards, *inputs, NOTHING if rest is None else rest.numpy())
+
+    def decode_shards(
+        self, messages: Tensor, shards: Shards, out: Tensor | Pieces, weight: float, accumulate: bool, skip: int | None
+    ) -> None:
+        """See ``ShardCoder``."""
+        inputs = messages.view(-1).numpy(), shards.table.numpy(), self._settings, self._codes, place_of(out)
+        self._loops.decode_shards(*inputs, np.float32(weight), accumulate)
+
+    def _row(self, shard: Shard) -> tuple[int, ...]:
+        """Return the row of a shard that this plan encodes; see ``range_float_numba.py``."""
+        place = shard.start, shard.numel, shard.at, self._body, self._end, self.message_size
+        return (*place, *self._planes.ravel().tolist())
