@@ -6,7 +6,7 @@ import argparse
 import gc
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks._gossip.methods import ALL_REDUCE, METHODS, begin
 from benchmarks.harness.tables import show
@@ -18,7 +18,9 @@ ROUNDS = 20
 def alive() -> int:
     """Bytes of all tensors of this process, memory that they share counted once."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    tensors = [
+        each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)
+    ]  # not those of tracers, without any
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 

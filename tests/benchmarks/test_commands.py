@@ -69,7 +69,6 @@ def test_documented_commands_are_taken(monkeypatch, capsys):
 
 REFUSED = [
     ("network", "--plot x.png", "needs two rates"),
-    ("choices", "--rates 1gbit --ranks 2 --plot x.png", "needs two rates"),
     ("choices", "--steps 0", "from 1 on"),
     ("scale", "--node-size 0", "from 1 on"),
     ("scale", "--node-size 3", "powers of two"),

@@ -207,7 +207,6 @@ class _LoopPlan(SourcePlan):
 
     def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
         """See ``Plan.encode_from``."""
-        self.check(rest, message)
         if self.layout.numel:
             self.encode_shards(source, rest, message, self._own, key)
 

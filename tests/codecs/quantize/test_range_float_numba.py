@@ -13,7 +13,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs import RangeFloat
 from lightning_compress.codecs.codec import Shard, ShardCoder
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.source import Source
+from lightning_compress.core.source import Memory, Source
 from lightning_compress.core.vector import Vector, kernel_of
 from tests.codecs.quantize.test_minifloat_numba import BITS, floats
 from tests.helpers.table import table
@@ -107,7 +107,7 @@ def test_gradients_in_pieces_and_their_means(bits):
     generator = torch.Generator().manual_seed(bits)
     memory, addend = torch.randn(2, numel, generator=generator)
     pieces = [memory[600:], memory[:37], memory[37:600]]
-    vector = Vector(pieces, fast=kernel_of(CPU))
+    vector = Vector(Memory(pieces, kernel_of(CPU)))
     vector.send(torch.empty(numel), addend)
     plan, rest = codec.plan(layout_of(numel), CPU), torch.empty(numel)
     message = torch.empty(plan.message_size, dtype=torch.uint8)
@@ -119,7 +119,7 @@ def test_gradients_in_pieces_and_their_means(bits):
     assert bits_of(message) == bits_of(wanted)
     assert bits_of(rest) == bits_of(left)
     assert plan.in_pieces
-    plan.decode(message[None], vector.in_memory, 0.5, False)
+    plan.decode(message[None], vector.memory.place, 0.5, False)
     assert bits_of(torch.cat(pieces)) == bits_of(out)
 
 
