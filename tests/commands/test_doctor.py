@@ -456,6 +456,8 @@ class Nodes:
 
     def diagnose(self, *words, **environment):
         """Run the command on both, and return the findings, the same on both."""
+        for rank in (0, 1):  # what an earlier one has said
+            (self._folder / f"out{rank}").unlink(missing_ok=True)
         common = ("--wait-s", "60", "--json")
         started = [
             self.start(0, "--serve", *common, **environment),
