@@ -27,6 +27,7 @@ EVERY = {
     "benchmarks/test_error.py::test_picture": 0,
     "benchmarks/test_error.py::test_sweeps_reach_the_same_bits": 0,
     "benchmarks/test_gpu.py::test_steps_are_measured": 0,
+    "benchmarks/test_network.py::test_bits_of_shards_are_counted": 1,
     "benchmarks/test_scale.py::test_bytes_and_rounds_are_those_of_real_ranks": 6,
     "benchmarks::*": 3,
     "codecs/packing/test_entries.py::test_topk_equals_the_reference": 8,

@@ -176,6 +176,7 @@ def counting_bits() -> Iterator[list[int]]:
     """Bytes of the messages that codecs made, padding and flags included, and elements that went into them."""
     counted = [0, 0]
     encode, plan_shards, encode_shards = MessagePlan.encode, ShardMessages.of, ShardMessages.encode
+    without = ShardMessages.without
     plans: dict[int, list[MessagePlan]] = {}
 
     def count(plan: MessagePlan, used: int) -> None:
@@ -192,6 +193,11 @@ def counting_bits() -> Iterator[list[int]]:
         plans[id(shards)] = [plan for _, plan, _ in messages]
         return shards
 
+    def some(shards: ShardMessages, *sections: Any) -> ShardMessages:
+        left = without(shards, *sections)
+        plans[id(left)] = plans[id(shards)]  # the others are in the same messages
+        return left
+
     def shards_watched(shards: ShardMessages, *arguments: Any) -> None:
         encode_shards(shards, *arguments)
         for plan in plans[id(shards)]:
@@ -200,6 +206,7 @@ def counting_bits() -> Iterator[list[int]]:
     with (
         mock.patch.object(MessagePlan, "encode", watched),
         mock.patch.object(ShardMessages, "of", planned),
+        mock.patch.object(ShardMessages, "without", some),
         mock.patch.object(ShardMessages, "encode", shards_watched),
     ):
         yield counted

@@ -12,9 +12,13 @@ from benchmarks import network
 from benchmarks._gossip.network import METHODS as OVER_LINKS
 from benchmarks._network import methods, plot, show
 from benchmarks._network.arguments import names
+from benchmarks._network.rank import counting_bits
 from benchmarks.harness import lab, relay
 from benchmarks.harness.launch import run_ranks
+from lightning_compress.collectives import run_threads
 from lightning_compress.core.layout import Layout
+from lightning_compress.engine.checks import trained
+from lightning_compress.engine.compression import Compression
 from lightning_compress.settings.run_state import RunState
 from tests.helpers.labs import forked_ranks, root
 
@@ -338,3 +342,20 @@ def test_names_and_json():
     ]
     with pytest.raises(ValueError, match="unknown method 'dgx'"):
         methods.make("dgx")
+
+
+def test_bits_of_shards_are_counted():
+    """Also of the part of a message that travels as it is, and which is not encoded with the others."""
+
+    def rank(collective):
+        layer = torch.nn.Linear(64, 64)
+        settings = RunState.of("qsgd", "two_shot")
+        compression = Compression(trained(layer), settings, collective, unused=False)
+        compression.reduce(("weight", "bias"), [torch.randn(4096), torch.randn(64)])
+        compression.close()
+
+    with counting_bits() as counted:
+        run_threads(4, rank)
+    size, elements = counted
+    assert elements == pytest.approx(4 * 4160 * 5 / 4, rel=0.3)  # each rank's own shard need not be encoded
+    assert 4 < 8 * size / elements < 5.5
