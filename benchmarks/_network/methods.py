@@ -48,6 +48,8 @@ OURS: dict[str, dict[str, Any]] = {
     "onebit": {"compressor": "onebit"},
     "rotated": {"compressor": "rotated"},
     "qsgd": {"compressor": "qsgd"},
+    "range_float": {"compressor": "range_float"},
+    "fft": {"compressor": "fft"},
     "topk 1 %": {"compressor": {"name": "topk", "density": 0.01}},
     "dgc 0.1 %": {"compressor": {"name": "dgc", "momentum": 0.0}, "schedule": "none"},
     "powersgd 1": {"compressor": {"name": "powersgd", "rank": 1}},
