@@ -107,11 +107,12 @@ def plan_of(
     states = composite.new_states(specs, world.device)
     coded = [each for each in sections if not isinstance(each.method, Dense)]  # others leave no error
     noise = [each.span for each in coded if settings.compensation(each.method) == "none"]
-    exact_residual = RESIDUAL not in states or not (noise or settings.residual.dtype != torch.float32)
-    late = set(states) <= {LOCO, RESIDUAL} and exact_residual and not settings.correction
+    reduced = RESIDUAL in states and (bool(noise) or settings.residual.dtype != torch.float32)
+    late = set(states) <= {LOCO, RESIDUAL} and not reduced and not settings.correction
     embeddings = settings.rules.of_kind("embedding")
     looking = plan_unused(sections, segments, embeddings, states, world, unused, late)
-    stages = _stages(settings, layout, sections, compressed, states, world, noise)
+    reducing = [KeptErrors(states[RESIDUAL], noise, world.collective.rank)] if reduced else []
+    stages = _stages(settings, layout, sections, compressed, states, world, reducing)
     corrected = any(isinstance(each, CorrectionPlan) for each in stages)
     changes = corrected or any(isinstance(each, Clip) for each in stages)
     keeps = [KeptStates(looking)] if looking and looking.kept else []
@@ -147,7 +148,7 @@ def plan_of(
         most=kernels.LARGEST if states else math.inf,
         tells=tells,
         opens=tells
-        and (RESIDUAL not in states or (settings.residual.decay == 1 and settings.residual.dtype == torch.float32))
+        and (RESIDUAL not in states or settings.residual.plain)
         and all(isinstance(each, LoCoPlan) for each in stages),
         marks=looking.rows_of(len(segments)) if isinstance(looking, FusedUnused) else ((-1,) * len(segments),) * 2,
     )
@@ -173,19 +174,18 @@ def _stages(
     compressed: Sequence[slice],
     states: States,
     world: World,
-    noise: Sequence[slice],
+    reducing: Sequence[KeptErrors],
 ) -> list[Stage]:
     """Return what changes gradients, or what is kept of them, in order."""
     residual, stages = states.get(RESIDUAL), list[Stage]()
     if clipping := settings.options.local_clip_norm:
         stages.append(Clip(clipping, world.collective.size))
     ways = [settings.compensation(each.method) for each in sections]
-    if residual and (noise or settings.residual.dtype != torch.float32):
-        stages.append(KeptErrors(residual, noise, world.collective.rank))
+    stages += reducing
     if settings.correction:
         own = {name: states[name] for name in settings.correction.state(layout, compressed)}
-        plain = settings.residual.decay == 1 and settings.residual.dtype == torch.float32
-        plan = settings.correction.plan(layout, compressed, world, own, residual if plain else None)
+        added = residual if settings.residual.plain else None
+        plan = settings.correction.plan(layout, compressed, world, own, added)
         stages += [plan] * (not plan.idle)
     if averaging := next((way for way in ways if isinstance(way, LoCo)), None):
         stages.append(LoCoPlan(averaging, layout, states[LOCO], alone=residual is None))

@@ -46,6 +46,11 @@ class Residual:
                 return
         raise ValueError(f"error_feedback: dtype={self.dtype!r} must be 'float32' or 'bfloat16'")
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is added as it is: in float32, and without a decay."""
+        return self.decay == 1 and self.dtype == torch.float32
+
 
 @dataclass(frozen=True)
 class Feedback:
