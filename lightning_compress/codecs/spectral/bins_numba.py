@@ -13,19 +13,10 @@ _MANY, _STEP = spectra.MANY, 96
 
 @kernel
 def _count(energies, least):
-    """Return how many energies, int32, are at least ``least``."""
+    """Return how many energies, int32 or their higher halves, int16, are at least ``least``."""
     found = 0
     for index in range(0, len(energies), _MANY):
-        found += spectra.count(energies, index, np.int32(least))
-    return found
-
-
-@kernel
-def _count_coarse(coarse, least):
-    """Return how many energies, int16, are at least ``least``."""
-    found = 0
-    for index in range(0, len(coarse), _MANY):
-        found += spectra.count_coarse(coarse, index, np.int16(least))
+        found += spectra.count(energies, index, energies.dtype.type(least))
     return found
 
 
@@ -55,7 +46,7 @@ def _threshold(energies, coarse, bins, keep, guess):
     low, enough, high, few = 0, bins, 1 << 15, 0  # what is looked for is in [low, high)
     least, step, tries = guess, _STEP, 0
     while high - low > 1 and enough != keep:
-        found = _count_coarse(coarse, least)
+        found = _count(coarse, least)
         if found >= keep:
             low, enough = least, found
         else:

@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 from lightning_compress.kernels.numba.llvm import FLOAT, INT, LANES, Operation, constant
 
-__all__ = ["LANES", "MANY", "add_pair", "count", "count_coarse", "energies", "reaching", "write_places"]
+__all__ = ["LANES", "MANY", "add_pair", "count", "energies", "reaching", "write_places"]
 
 MANY = 64
 """Coefficients whose energies are compared at a time."""
@@ -57,24 +57,13 @@ def reaching(typing: Any, energies: Any, index: Any, least: Any) -> Any:
 
 @intrinsic
 def count(typing: Any, energies: Any, index: Any, least: Any) -> Any:
-    """Return how many of ``energies[index : index + 64]``, int32, are at least ``least``: int64."""
+    """Return how many of ``energies[index : index + 64]``, int32 or int16 as ``least``, are at least that: int64."""
 
     def generate(*given: Any) -> Any:
         many = Operation(*given)
-        return many.builder.ctpop(_reaching(many, _WORDS))
+        return many.builder.ctpop(_reaching(many, _WORDS if energies.dtype == types.int32 else _SHORTS))
 
-    return types.int64(energies, index, types.int32), generate
-
-
-@intrinsic
-def count_coarse(typing: Any, coarse: Any, index: Any, least: Any) -> Any:
-    """Return how many of ``coarse[index : index + 64]``, int16, are at least ``least``: int64."""
-
-    def generate(*given: Any) -> Any:
-        many = Operation(*given)
-        return many.builder.ctpop(_reaching(many, _SHORTS))
-
-    return types.int64(coarse, index, types.int16), generate
+    return types.int64(energies, index, energies.dtype), generate
 
 
 def _reaching(many: Operation, vector: Any) -> Any:
