@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_compress.core.blocks import AVERAGE, KEEP, Segments, table
-from lightning_compress.kernels.numba import kernel, simd
+from lightning_compress.kernels.numba import copy, kernel, simd
 
 _BLOCK, _LEAST, _MOST = 64, 6, 253
 _KEEP, _AVERAGE = KEEP, AVERAGE
@@ -56,7 +56,7 @@ def _blend_all(rows, old, kept, values, share, new):
             continue
         stop, scaled = code + count, scale - (-count // _BLOCK)
         if rows[row, 5] == _KEEP:
-            new[code:scaled] = old[code:scaled]
+            copy(old[code:scaled], new[code:scaled])
             continue
         part = values[start : start + count]
         factor = kept if rows[row, 5] == _AVERAGE else np.float32(0)

@@ -26,8 +26,10 @@ def text():
     """Numbers of the letters of Multi30k's captions; where these are not, of our own pages."""
     pages = b"".join(path.read_bytes() for path in sorted((ROOT / "docs").glob("*.md")))
     read = gzip.decompress(CAPTIONS.read_bytes())[:1_000_000] if CAPTIONS.exists() else pages
-    places = {letter: min(place, LETTERS - 1) for place, letter in enumerate(sorted(set(read)))}
-    return torch.tensor([places[letter] for letter in read])
+    letters = sorted(set(read))
+    places = torch.zeros(256, dtype=torch.long)
+    places[letters] = torch.arange(len(letters)).clamp_(max=LETTERS - 1)
+    return places[torch.frombuffer(bytearray(read), dtype=torch.uint8).long()]
 
 
 class Block(nn.Module):

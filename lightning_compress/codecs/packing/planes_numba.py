@@ -1,7 +1,7 @@
 """Packing of codes into planes by loops, for kernels on a CPU; the same bytes as ``planes.py``.
 
-``planes`` is int64 ``[planes, 3]``, the rows of ``Planes.table``. Codes are uint8 up to 8 bits, uint16 up to 16, else
-uint32. Any number of codes is allowed, in arrays that begin and end anywhere.
+``planes`` is int64 ``[planes, 3]``, the rows of ``Planes.table``. Codes are uint32. Any number of codes is allowed, in
+arrays that begin and end anywhere.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def pack(codes, body, planes, first):
         low, width = np.int32(planes[number, 0]), planes[number, 1]
         _write(codes[:whole], body, planes[number, 2] + first * width // 8, low, width)
     if whole < len(codes):
-        row, packed = np.zeros(LANES, codes.dtype), np.empty(4 * LANES, np.uint8)
+        row, packed = np.zeros(LANES, np.uint32), np.empty(4 * LANES, np.uint8)
         for index in range(whole, len(codes)):
             row[index - whole] = codes[index]
         for number in range(len(planes)):
             low, width = np.int32(planes[number, 0]), planes[number, 1]
-            _write(row, packed, 0, low, width)
+            _write(row, packed, np.int64(0), low, width)  # 0 would be a type of its own
             start = planes[number, 2] + (first + whole) * width // 8
             for byte in range(((len(codes) - whole) * width + 7) // 8):
                 body[start + byte] = packed[byte]
@@ -66,39 +66,38 @@ def _write(codes, body, start, low, width):
 def unpack(codes, body, planes, first):
     """Read codes, which are overwritten; see ``pack``."""
     whole = len(codes) // LANES * LANES
-    codes[:] = 0
     for number in range(len(planes)):
-        low, width = np.int32(planes[number, 0]), planes[number, 1]
-        _read(codes[:whole], body, planes[number, 2] + first * width // 8, low, width)
+        low, width, mask = np.int32(planes[number, 0]), planes[number, 1], np.int32(-(number > 0))
+        _read(codes[:whole], body, planes[number, 2] + first * width // 8, low, width, mask)
     if whole < len(codes):
-        row, packed = np.zeros(LANES, codes.dtype), np.zeros(4 * LANES, np.uint8)
+        row, packed = np.zeros(LANES, np.uint32), np.zeros(4 * LANES, np.uint8)
         for number in range(len(planes)):
             low, width = np.int32(planes[number, 0]), planes[number, 1]
             start = planes[number, 2] + (first + whole) * width // 8
             for byte in range(((len(codes) - whole) * width + 7) // 8):
                 packed[byte] = body[start + byte]
-            _read(row, packed, 0, low, width)
+            _read(row, packed, np.int64(0), low, width, np.int32(-1))
         for index in range(whole, len(codes)):
             codes[index] = row[index - whole]
 
 
 @kernel
-def _read(codes, body, start, low, width):
+def _read(codes, body, start, low, width, mask):
     if width == 8:
         for at in range(0, len(codes), LANES):
-            simd_codes.read_8(codes, at, body, start + at, low)
+            simd_codes.read_8(codes, at, body, start + at, low, mask)
     elif width == 4:
         for at in range(0, len(codes), LANES):
-            simd_codes.read_4(codes, at, body, start + at // 2, low)
+            simd_codes.read_4(codes, at, body, start + at // 2, low, mask)
     elif width == 2:
         for at in range(0, len(codes), LANES):
-            simd_codes.read_2(codes, at, body, start + at // 4, low)
+            simd_codes.read_2(codes, at, body, start + at // 4, low, mask)
     elif width == 1:
         for at in range(0, len(codes), LANES):
-            simd_codes.read_1(codes, at, body, start + at // 8, low)
+            simd_codes.read_1(codes, at, body, start + at // 8, low, mask)
     elif width == 16:
         for at in range(0, len(codes), LANES):
-            simd_codes.read_16(codes, at, body, start + 2 * at, low)
+            simd_codes.read_16(codes, at, body, start + 2 * at, low, mask)
     else:
         for at in range(0, len(codes), LANES):
-            simd_codes.read_32(codes, at, body, start + 4 * at, low)
+            simd_codes.read_32(codes, at, body, start + 4 * at, low, mask)

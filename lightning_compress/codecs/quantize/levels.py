@@ -17,7 +17,7 @@ from lightning_compress.codecs.packing.bits import block_shape
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream, word_state
-from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
+from lightning_compress.core.source import NOTHING, Pieces, Source, memory_of, place_of
 from lightning_compress.core.told import Fold
 from lightning_compress.core.workspace import pieces, scratch
 
@@ -222,10 +222,11 @@ class LevelPlan(SourcePlan):
         norms = messages[:, : self._header].clone(memory_format=torch.contiguous_format).view(-1).view(torch.float32)
         steps = self._quantiser.steps(norms).mul_(weight).view(messages.shape[0], self._norms.shape[0])
         bodies = messages[:, self._body :]
+        memory = memory_of(bodies) if self._fast else None
         for piece, places in zip(self._pieces, self._places, strict=True):
             piece_steps = steps[:, piece.blocks]
-            if self._fast and piece.kernel_arguments is not None:
-                inputs = bodies.numpy(), places, np.int32(self._quantiser.sign), piece_steps.numpy()
+            if self._fast and memory and piece.kernel_arguments is not None:
+                inputs = *memory, places, np.int32(self._quantiser.sign), piece_steps.contiguous().numpy()
                 self._fast.decode(*inputs, *piece.kernel_arguments, place_of(out, piece.elements), accumulate)
                 continue
             part = cast(Tensor, out[piece.elements])  # else ``in_pieces`` would be False

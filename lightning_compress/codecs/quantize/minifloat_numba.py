@@ -1,37 +1,32 @@
 """Floats of N bits for kernels on a CPU; the same bits as ``formats.py`` and ``minifloat.py``.
 
-For each row of values, a kernel calls ``ends``, ``fit`` with what it returns, then ``encode``, ``round_off`` or
-``move``, which write codes; ``codecs/packing/planes_numba.py`` packs them. To decode, it calls ``fit`` with the range
-that the message holds, and ``decode``. All work on arrays of any length, at any address:
+For each row of values, a kernel calls ``ends``, ``fit`` with what it returns, then ``encode``, which writes codes;
+``codecs/packing/planes_numba.py`` packs them. To decode, it calls ``fit`` with the range that the message holds, and
+``decode``. All work on arrays of any length, at any address:
 
     upper, lower = ends(values)                         # patterns of the largest value, and of the least one negated
     form = fit(bits, mantissa, upper, lower, nearest)   # a tuple: shift, half, below, positive, last
-    move(values, codes, form)                           # the values become what is not sent
+    encode(values, codes, form, REST)                   # the values become what is not sent
     decode(codes, out, form, weight)                    # out += weight * decoded
 
-Patterns are a float32's bits as an int32. Codes are uint8 up to 8 bits, uint16 up to 16, else uint32
-(``code_kind(bits)``): kernels get an array of them as scratch memory, and are compiled for its dtype. Values are
-finite or infinite; NaN is not allowed (no error is raised, and nothing beyond the arrays is read or written).
+Patterns are a float32's bits as an int32. Codes are uint32, of any bits: kernels get an array of them as scratch
+memory. Values are finite or infinite; NaN is not allowed (no error is raised, and nothing beyond the arrays is read or
+written).
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from lightning_compress.codecs.quantize import formats
-from lightning_compress.kernels.numba import in_any_order, kernel, simd_codes
+from lightning_compress.kernels.numba import copy, in_any_order, kernel, simd_codes
 
 LANES = simd_codes.LANES
 SIGN = np.int32(-0x80000000)
 """The pattern of -0.0. ``pattern ^ SIGN`` is the pattern of the negated float."""
+SAME, ROUNDED, REST = 0, 1, 2
+"""What ``encode`` makes of the values."""
 _FINITE = formats.FINITE
-
-
-def code_kind(bits: int) -> Any:
-    """Return the dtype of unpacked codes in kernels."""
-    return np.uint8 if bits <= 8 else np.uint16 if bits <= 16 else np.uint32
 
 
 @kernel
@@ -84,45 +79,32 @@ def fit(bits, mantissa, upper, lower, nearest):
 
 
 @kernel
-def encode(values, codes, form):
-    """Write the codes of ``values``, float32 ``[n]``, within the range of their format, to ``codes [n]``."""
+def encode(values, codes, form, left):
+    """Write the codes of ``values``, float32 ``[n]``, within the range of their format, to ``codes [n]``.
+
+    ``left`` is what becomes of the values: ``SAME`` leaves them, ``ROUNDED`` overwrites them by the decoded ones, which
+    may be -0.0, and ``REST`` subtracts the decoded ones, exactly.
+    """
     shift, half, below, positive, _ = form
     given = np.int32(shift), np.int32(half), np.int32(below), np.int32(positive)
     whole = len(values) // LANES * LANES
     for at in range(0, whole, LANES):
-        simd_codes.encode(codes, at, values, at, *given)
+        if left == REST:
+            simd_codes.encode_moving(codes, at, values, at, *given)
+        elif left == ROUNDED:
+            simd_codes.encode_rounding(codes, at, values, at, *given)
+        else:
+            simd_codes.encode(codes, at, values, at, *given)
     if whole < len(values):
-        row, found = _last_row(values, codes)
-        simd_codes.encode(found, 0, row, 0, *given)
-        codes[whole:] = found[: len(codes) - whole]
-
-
-@kernel
-def round_off(values, codes, form):
-    """Do ``encode``, and overwrite the values by the decoded ones, which may be -0.0."""
-    shift, half, below, positive, _ = form
-    given = np.int32(shift), np.int32(half), np.int32(below), np.int32(positive)
-    whole = len(values) // LANES * LANES
-    for at in range(0, whole, LANES):
-        simd_codes.encode_rounding(codes, at, values, at, *given)
-    if whole < len(values):
-        row, found = _last_row(values, codes)
-        simd_codes.encode_rounding(found, 0, row, 0, *given)
-        codes[whole:], values[whole:] = found[: len(codes) - whole], row[: len(codes) - whole]
-
-
-@kernel
-def move(values, codes, form):
-    """Do ``encode``, and subtract the decoded values from the values, exactly."""
-    shift, half, below, positive, _ = form
-    given = np.int32(shift), np.int32(half), np.int32(below), np.int32(positive)
-    whole = len(values) // LANES * LANES
-    for at in range(0, whole, LANES):
-        simd_codes.encode_moving(codes, at, values, at, *given)
-    if whole < len(values):
-        row, found = _last_row(values, codes)
-        simd_codes.encode_moving(found, 0, row, 0, *given)
-        codes[whole:], values[whole:] = found[: len(codes) - whole], row[: len(codes) - whole]
+        row, found = _last_row(values)
+        if left == REST:
+            simd_codes.encode_moving(found, 0, row, 0, *given)
+        else:
+            simd_codes.encode_rounding(found, 0, row, 0, *given)
+        for index in range(whole, len(values)):
+            codes[index] = found[index - whole]
+            if left != SAME:
+                values[index] = row[index - whole]
 
 
 @in_any_order
@@ -135,11 +117,11 @@ def squares(values):
 
 
 @kernel
-def _last_row(values, codes):
+def _last_row(values):
     """Return a copy of the values that do not fill a row, and room for their codes."""
     row, whole = np.zeros(LANES, np.float32), len(values) // LANES * LANES
-    row[: len(values) - whole] = values[whole:]
-    return row, np.zeros(LANES, codes.dtype)
+    copy(values[whole:], row)
+    return row, np.zeros(LANES, np.uint32)
 
 
 @kernel
@@ -151,7 +133,7 @@ def decode(codes, out, form, weight):
     for at in range(0, whole, LANES):
         simd_codes.add_values(out, at, codes, at, *given)
     if whole < len(codes):
-        row, found = _last_row(out, codes)
-        found[: len(codes) - whole] = codes[whole:]
+        row, found = _last_row(out)
+        copy(codes[whole:], found)
         simd_codes.add_values(row, 0, found, 0, *given)
-        out[whole:] = row[: len(codes) - whole]
+        copy(row[: len(codes) - whole], out[whole:])

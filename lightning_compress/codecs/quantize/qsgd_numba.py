@@ -15,7 +15,7 @@ WIDTH = 4 * LANES
 _TILE = 1024
 """Elements per loop, which stay in the nearest cache; a multiple of ``WIDTH``."""
 _GAMMA = np.uint64(simd.GAMMA)
-_NOTHING = np.float32(0)
+_FIRST, _NOTHING = np.int64(0), np.float32(0)  # a plain 0 would be a type of its own, for which all is compiled again
 
 
 @kernel
@@ -70,11 +70,12 @@ def _subtract(vector, levels, step):
 
 
 @kernel
-def decode(bodies, places, sign, steps, width, out, accumulate):
+def decode(bodies, distance, places, sign, steps, width, out, accumulate):
     """Sum the decoded buckets of several messages, in order.
 
     Args:
-        bodies: uint8 ``[messages, bytes]``, the planes of the codes.
+        bodies: uint8, the memory from the planes of the first message's codes on.
+        distance: bytes from one message to the next.
         places: see ``levels_numba.pack``.
         sign: the highest bit of a code.
         steps: float32 ``[messages, buckets]``.
@@ -88,10 +89,12 @@ def decode(bodies, places, sign, steps, width, out, accumulate):
         part = begin_write(out, first, first + width, room, accumulate)
         if not accumulate:
             part[:] = 0
-        for message in range(len(bodies)):
+        for message in range(len(steps)):
             step_row[:] = steps[message, bucket]
             for index in range(0, width, LANES):
-                add_row(part, index, bodies[message], places, first + index, step_row, 0, _NOTHING, sign)
+                add_row(
+                    part, index, bodies[message * distance :], places, first + index, step_row, _FIRST, _NOTHING, sign
+                )
         end_write(out, first, first + width, part)
 
 
@@ -117,5 +120,5 @@ def decode_shards(messages, rows, out, weight, accumulate, width, sign, top):
         norms, steps = messages[at : at + 4 * blocks].view(np.float32), np.empty((1, blocks), np.float32)
         for block in range(blocks):
             steps[0, block] = step(norms[block], top) * weight
-        bodies, places = messages[at + first :].reshape(1, -1), rows[row, 7:]
-        decode(bodies, places, sign, steps, width, part_of_place(out, start, numel), accumulate)
+        bodies, places = messages[at + first :], rows[row, 7:]
+        decode(bodies, 0, places, sign, steps, width, part_of_place(out, start, numel), accumulate)

@@ -16,7 +16,7 @@ from lightning_compress.codecs.packing.planes import Planes, code_bytes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
+from lightning_compress.core.source import NOTHING, Pieces, Source, memory_of, place_of
 from lightning_compress.core.workspace import chunk_size, pieces
 
 Rounding = Literal["nearest", "truncate"]
@@ -201,7 +201,7 @@ class _LoopPlan(SourcePlan):
         self._codec, self._loops, self._planes = codec, loops, Planes(codec.bits, layout.numel).table
         mantissa, tried = candidates(codec.bits, codec.mantissa)
         self._settings = codec.block, codec.bits, mantissa, tried, codec.rounding == "nearest"
-        self._codes = np.empty(loops.TILE, loops.code_kind(codec.bits))
+        self._codes = np.empty(loops.TILE, np.uint32)
         whole = Shard(0, layout.numel, self, 0, self.message_size, 0, 0)
         self._own = Shards.of([self._row(whole)], [whole], device)
 
@@ -218,7 +218,7 @@ class _LoopPlan(SourcePlan):
         heads = messages[:, : self._body].clone(memory_format=torch.contiguous_format).view(-1).view(torch.int32)
         inputs = (
             heads.view(len(messages), self._body // 4).numpy(),
-            messages[:, self._body : self._end].numpy(),
+            *memory_of(messages[:, self._body : self._end]),
             self._planes,
         )
         self._loops.decode(*inputs, self._settings, self._codes, place_of(out), np.float32(weight), accumulate)

@@ -12,15 +12,13 @@ from lightning_compress.codecs.packing.planes_numba import pack, unpack
 from lightning_compress.codecs.quantize import minifloat_numba as minifloat
 from lightning_compress.codecs.quantize import range_float
 from lightning_compress.core.source_numba import begin_write, borrow, end_write, load, part_of, part_of_place
-from lightning_compress.kernels.numba import kernel
+from lightning_compress.kernels.numba import copy, kernel
 
 TILE = 1024
 """Elements whose codes are packed at a time, in the nearest cache; a multiple of ``minifloat_numba.LANES``."""
 _HEAD = 4
 """Words of a message before its ranges."""
 _SAMPLE, _SAMPLE_NUMEL = range_float.SAMPLE, range_float.SAMPLE_NUMEL
-
-code_kind = minifloat.code_kind
 
 
 @kernel
@@ -33,7 +31,7 @@ def encode_shards(source, rows, messages, settings, codes, rest):
         messages: uint8, the memory that holds all messages.
         settings: a block's elements; bits of a code; bits of mantissa, or -1 for those with the least error on a
             sample; the number of candidates; whether to round to nearest instead of truncating.
-        codes: ``[TILE]`` of ``code_kind(bits)``; scratch.
+        codes: uint32 ``[TILE]``; scratch.
         rest: float32, as long as the source, overwritten by what is not sent; or empty.
 
     Returns:
@@ -73,10 +71,7 @@ def _encode(source, settings, head, codes, body, planes, rest):
         for begin in range(0, last - first, TILE):
             part = vector[begin : min(begin + TILE, last - first)]
             tile = codes[: len(part)]
-            if len(rest):
-                minifloat.move(part, tile, form)
-            else:
-                minifloat.encode(part, tile, form)
+            minifloat.encode(part, tile, form, minifloat.REST if len(rest) else minifloat.SAME)
             pack(tile, body, planes, first + begin)
     return most
 
@@ -96,19 +91,21 @@ def _best(source, settings, codes):
         for index in range(len(given)):
             given[index] = vector[index * skip]
         for mantissa in range(tried):
-            spare[:] = given
-            minifloat.move(spare, codes[: len(spare)], minifloat.fit(bits, mantissa, upper, lower, nearest))
+            copy(given, spare)
+            form = minifloat.fit(bits, mantissa, upper, lower, nearest)
+            minifloat.encode(spare, codes[: len(spare)], form, minifloat.REST)
             errors[mantissa] += minifloat.squares(spare)
     return np.argmin(errors) if errors.any() else max(0, bits - 4)
 
 
 @kernel
-def decode(heads, bodies, planes, settings, codes, out, weight, accumulate):
+def decode(heads, bodies, distance, planes, settings, codes, out, weight, accumulate):
     """Sum decoded messages, in order.
 
     Args:
         heads: int32 ``[messages, words]``, what is before the codes.
-        bodies: uint8 ``[messages, bytes]``, the codes.
+        bodies: uint8, the memory from the first message's codes on.
+        distance: bytes from one message to the next.
         planes: ``Planes.table``.
         settings: see ``encode_shards``.
         codes: see ``encode_shards``.
@@ -124,14 +121,14 @@ def decode(heads, bodies, planes, settings, codes, out, weight, accumulate):
         part = begin_write(out, first, last, room, accumulate)
         if not accumulate:
             part[:] = 0
-        for message in range(len(bodies)):
+        for message in range(len(heads)):
             head = heads[message]
             low, high = head[_HEAD + number], head[_HEAD + blocks + number]
             form = minifloat.fit(bits, head[0], high, low ^ minifloat.SIGN, nearest)
             for begin in range(0, last - first, TILE):
                 piece = part[begin : begin + TILE]
                 tile = codes[: len(piece)]
-                unpack(tile, bodies[message], planes, first + begin)
+                unpack(tile, bodies[message * distance :], planes, first + begin)
                 minifloat.decode(tile, piece, form, weight)
         end_write(out, first, last, part)
 
@@ -142,5 +139,5 @@ def decode_shards(messages, rows, settings, codes, out, weight, accumulate):
     for row in range(len(rows)):
         start, numel, at, body, end = rows[row, 0], rows[row, 1], rows[row, 2], rows[row, 3], rows[row, 4]
         heads = messages[at : at + body].view(np.int32).reshape(1, -1)
-        bodies, planes = messages[at + body : at + end].reshape(1, -1), rows[row, 6:].reshape(-1, 3)
-        decode(heads, bodies, planes, settings, codes, part_of_place(out, start, numel), weight, accumulate)
+        bodies, planes = messages[at + body : at + end], rows[row, 6:].reshape(-1, 3)
+        decode(heads, bodies, end, planes, settings, codes, part_of_place(out, start, numel), weight, accumulate)

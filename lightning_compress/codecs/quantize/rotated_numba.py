@@ -142,11 +142,12 @@ def _add(vector, tile, signs, columns, whole, factor):
 
 
 @kernel
-def decode(bodies, places, sign, steps, signs, shift, tile, out, accumulate):
+def decode(bodies, distance, places, sign, steps, signs, shift, tile, out, accumulate):
     """Sum the decoded blocks of several messages, in order.
 
     Args:
-        bodies: uint8 ``[messages, bytes]``, the planes of the codes.
+        bodies: uint8, the memory from the planes of the first message's codes on.
+        distance: bytes from one message to the next.
         places: see ``levels_numba.pack``.
         sign: the highest bit of a code.
         steps: float32 ``[messages, blocks]``.
@@ -164,14 +165,15 @@ def decode(bodies, places, sign, steps, signs, shift, tile, out, accumulate):
         whole = last == first + count * TILE
         part = begin_write(out, first, last, room, accumulate)
         tile[:] = 0
-        for message in range(len(bodies)):
+        for message in range(len(steps)):
+            body = bodies[message * distance :]
             if columns < TILE:
-                _add_rest(tile, bodies[message], places, sign, shift, steps[message], block, columns)
+                _add_rest(tile, body, places, sign, shift, steps[message], block, columns)
             else:
                 for row in range(count):
                     index = row * TILE
                     simd.fetch(part, index)
-                    add_row(tile, index, bodies[message], places, first + index, steps[message], block, shift, sign)
+                    add_row(tile, index, body, places, first + index, steps[message], block, shift, sign)
         _transform(tile, count)
         if accumulate:
             _add(part, tile, signs, columns, whole, np.float32(1))
@@ -219,5 +221,5 @@ def decode_shards(messages, rows, out, weight, accumulate, signs, shift, tile, s
         norms, steps = messages[at : at + 4 * blocks].view(np.float32), np.empty((1, blocks), np.float32)
         for block in range(blocks):
             steps[0, block] = step(norms[block], top) * weight
-        bodies, places = messages[at + first :].reshape(1, -1), rows[row, 7:]
-        decode(bodies, places, sign, steps, signs, shift, tile, part_of_place(out, start, numel), accumulate)
+        bodies, places = messages[at + first :], rows[row, 7:]
+        decode(bodies, 0, places, sign, steps, signs, shift, tile, part_of_place(out, start, numel), accumulate)

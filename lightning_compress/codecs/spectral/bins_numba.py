@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.kernels.numba import kernel, spectra
+from lightning_compress.kernels.numba import copy, kernel, spectra
 from lightning_compress.kernels.numba.words import ones
 
 _MANY, _STEP = spectra.MANY, 96
@@ -131,7 +131,7 @@ def read_places(packed, shape, words, places):
                 return False
     elif size:
         words[len(words) - 1] = 0
-        words.view(np.uint8)[:size] = packed
+        copy(packed, words.view(np.uint8)[:size])
         if bins % _MANY:
             words[len(words) - 1] &= (np.uint64(1) << np.uint64(bins % _MANY)) - np.uint64(1)
         return expand(words.view(np.uint32), places) == keep

@@ -293,10 +293,7 @@ class _FusedArea(Area):
             np.empty(sent, np.float32),
         )
         self.shape = places.bins, width, places.keep, places.size, places.listed
-        self.packed = np.empty(
-            self.rows * self.values + kernels.TILE,
-            np.uint8 if codec.bits <= 8 else np.uint16 if codec.bits <= 16 else np.uint32,
-        )
+        self.packed = np.empty(self.rows * self.values + kernels.TILE, np.uint32)
 
     def sections(self, message: Tensor) -> tuple[Any, Any, Any, Any, Any, Any]:
         """Return what kernels get of a message: see ``encode_rows`` from ``ranges`` on."""

@@ -6,17 +6,18 @@ import numpy as np
 
 from lightning_compress.codecs.packing.planes_numba import pack, unpack
 from lightning_compress.codecs.quantize.minifloat_numba import (
+    REST,
+    ROUNDED,
     decode,
+    encode,
     ends,
     fit,
-    move,
     negated,
-    round_off,
     squares,
 )
 from lightning_compress.codecs.spectral.bins_numba import choose, expand, read_places
 from lightning_compress.core.source_numba import begin_write, borrow, end_write, largest, load
-from lightning_compress.kernels.numba import kernel, spectra
+from lightning_compress.kernels.numba import copy, kernel, spectra
 
 MARGIN = 2 * spectra.MANY
 """Numbers beyond a spectrum's end that are read, but not used."""
@@ -111,8 +112,8 @@ def best_mantissa(spectrum, rows, shape, bits, tried, codes, work):
         _take(spectrum, row, shape, work[3], values)
         upper, lower = ends(values)
         for mantissa in range(tried):
-            left[:] = values
-            move(left, codes[: len(left)], fit(bits, mantissa, upper, lower, True))
+            copy(values, left)
+            encode(left, codes[: len(left)], fit(bits, mantissa, upper, lower, True), REST)
             errors[mantissa] += squares(left)
     return np.argmin(errors) if errors.any() else max(0, bits - 4)
 
@@ -174,14 +175,14 @@ def encode_rows(spectrum, scales, block, shape, coding, ranges, where, codes, bo
         guess = _select(spectrum, row, shape, guess, work)
         packed = where[(block + row) * size : (block + row + 1) * size]
         if listed:
-            packed.view(np.uint16)[:] = places[:keep]
+            copy(places[:keep], packed.view(np.uint16))
         elif size:
-            packed[:] = words.view(np.uint8)[:size]
+            copy(words.view(np.uint8)[:size], packed)
         _take(spectrum, row, shape, places, values)
         upper, lower = ends(values)
         ranges[0, block + row], bits[1, block + row], bits[2, block + row] = scales[row], negated(lower), upper
         form = fit(coding[0], coding[1], upper, lower, True)
-        round_off(values, codes[row * count : row * count + len(values)], form)
+        encode(values, codes[row * count : row * count + len(values)], form, ROUNDED)
         for index in range(len(values)):
             values[index] = values[index] * scales[row] + np.float32(0)  # no -0.0
         _place(spectrum, row, shape, places, values)
@@ -236,7 +237,7 @@ def write_rows(place, first, floats, length, accumulate):
             for index in range(length):
                 part[index] += given[index]
         else:
-            part[:] = given[:length]
+            copy(given[:length], part)
         end_write(place, start, start + length, part)
 
 

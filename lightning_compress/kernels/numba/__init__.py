@@ -26,6 +26,17 @@ def in_any_order(function: Function) -> Function:
     return kernel(function, fastmath={"reassoc", "nsz"})
 
 
+@kernel
+def copy(values: Any, out: Any) -> None:
+    """Copy an array to the beginning of another.
+
+    ``out[:] = values`` would do so, too; but each kernel with such a line compiles a check of shapes and its message,
+    which takes seconds.
+    """
+    for index in range(len(values)):
+        out[index] = values[index]
+
+
 @cache
 def _warn() -> None:
     warnings.warn(

@@ -1,6 +1,6 @@
 """Vector operations on rows of 16 codes: floats of N bits, and the planes that codes are packed in; see ``simd.py``.
 
-Codes are uint8, uint16 or uint32; an operation is compiled for the array that it is given.
+Codes are uint32, whatever their bits, so that kernels around these operations are compiled once.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -33,17 +33,6 @@ def _zeros(vector: Any) -> Any:
     return ir.Constant(vector, [0] * vector.count)
 
 
-def _kind(codes: Any) -> Any:
-    """Return the LLVM type of a row of codes in an array of this type."""
-    return ir.VectorType(ir.IntType(codes.dtype.bitwidth), LANES)
-
-
-def _resize(row: Operation, words: Any, kind: Any) -> Any:
-    """Return whole numbers without sign in vectors of another type, as far as they fit."""
-    old, new = words.type.element.width, kind.element.width
-    return words if old == new else row.builder.zext(words, kind) if new > old else row.builder.trunc(words, kind)
-
-
 # Floats of N bits; see codecs/quantize/formats.py
 
 
@@ -73,7 +62,7 @@ def _encoder(leave: Callable[[Operation, Any, Any], Any] | None) -> Any:
             level = make.select(some, level, _zeros(INTS))
             later = make.and_(make.icmp_signed("<", bits, _zeros(INTS)), some)
             code = make.add(level, make.select(later, row.spread(7, INTS), _zeros(INTS)))
-            row.store(_resize(row, code, _kind(codes)), 0)
+            row.store(code, 0)
             if leave:
                 row.builder.store(
                     leave(row, numbers, _value(row, level, below, shift, bits)), row.pointer(2, FLOATS), 4
@@ -115,7 +104,7 @@ def add_values(
     def generate(*given: Any) -> Any:
         row = Operation(*given)
         make, last = row.builder, row.spread(7, INTS)
-        code = _resize(row, row.load(2, _kind(codes)), INTS)
+        code = row.load(2, INTS)
         code = make.select(make.icmp_unsigned("<", code, last), code, last)
         beyond = make.sub(code, row.spread(6, INTS))
         negative = make.icmp_signed(">", beyond, _zeros(INTS))
@@ -134,14 +123,12 @@ def _writer(width: int) -> Any:
     def write(typing: Any, body: Any, index: Any, codes: Any, at: Any, low: Any) -> Any:
         def generate(*given: Any) -> Any:
             row = Operation(*given)
-            words = row.load(2, _kind(codes))
-            if width > 8:
-                kind = ir.VectorType(ir.IntType(width), LANES)
-                plane = row.builder.bitcast(_resize(row, words, kind), plane_of(width))
-            else:
-                low = row.fill(_scalar(row, 4, words.type.element), words.type)
-                plane = gather_bits(row, _resize(row, row.builder.lshr(words, low), BYTES), width)
-            row.store(plane, 0)
+            make, plane = row.builder, row.load(2, INTS)
+            if width == 16:
+                plane = make.trunc(plane, ir.VectorType(ir.IntType(16), LANES))
+            if width < 16:
+                plane = gather_bits(row, make.trunc(make.lshr(plane, row.spread(4, INTS)), BYTES), width)
+            row.store(make.bitcast(plane, plane_of(width)), 0)
             return row.done()
 
         return types.void(body, index, codes, at, types.int32), generate
@@ -150,26 +137,23 @@ def _writer(width: int) -> Any:
 
 
 def _reader(width: int) -> Any:
-    def read(typing: Any, codes: Any, at: Any, body: Any, index: Any, low: Any) -> Any:
+    def read(typing: Any, codes: Any, at: Any, body: Any, index: Any, low: Any, mask: Any) -> Any:
         def generate(*given: Any) -> Any:
             row = Operation(*given)
-            make, kind, packed = row.builder, _kind(codes), row.load(2, plane_of(width))
+            make, packed = row.builder, row.load(2, plane_of(width))
             if width > 8:
                 bits = make.bitcast(packed, ir.VectorType(ir.IntType(width), LANES))
             else:
                 bits = spread_bits(row, packed, width)
-            bits = make.shl(_resize(row, bits, kind), row.fill(_scalar(row, 4, kind.element), kind))
-            row.store(make.or_(row.load(0, kind), bits), 0)
+            if width < 32:
+                bits = make.zext(bits, INTS)
+            bits = make.shl(bits, row.spread(4, INTS))
+            row.store(make.or_(make.and_(row.load(0, INTS), row.spread(5, INTS)), bits), 0)
             return row.done()
 
-        return types.void(codes, at, body, index, types.int32), generate
+        return types.void(codes, at, body, index, types.int32, types.int32), generate
 
     return intrinsic(read)
-
-
-def _scalar(row: Operation, number: int, kind: Any) -> Any:
-    """Return an int32 argument in another type of whole numbers."""
-    return row.arguments[number] if kind.width == 32 else row.builder.trunc(row.arguments[number], kind)
 
 
 write_1, write_2, write_4, write_8, write_16, write_32 = (_writer(1 << power) for power in range(6))
@@ -178,4 +162,7 @@ write_1, write_2, write_4, write_8, write_16, write_32 = (_writer(1 << power) fo
 Arguments: ``body, index, codes, at, low``; the body is uint8. ``low`` is 0 for 16 and 32 bits.
 """
 read_1, read_2, read_4, read_8, read_16, read_32 = (_reader(1 << power) for power in range(6))
-"""Add a plane's bits to a row of codes, from position ``low`` on: ``codes, at, body, index, low``."""
+"""Add a plane's bits, from position ``low`` on, to those of a row of codes in a mask.
+
+Arguments: ``codes, at, body, index, low, mask``. The mask is 0 for the first plane, else -1, int32.
+"""

@@ -63,11 +63,11 @@ def test_codes_and_values(given):
     form = loops.fit(bits, mantissa, upper, lower, nearest)
     fields = (formats.shift, formats.half, formats.below, formats.positive, formats.last)
     assert list(form) == [int(field) for field in fields]
-    for kernel, left in ((loops.encode, values), (loops.round_off, sent + 0.0), (loops.move, rest)):
-        row, codes = values.copy(), np.full(count, 77, loops.code_kind(bits))
-        kernel(row, codes, form)
+    for kind, left in ((loops.SAME, values), (loops.ROUNDED, sent + 0.0), (loops.REST, rest)):
+        row, codes = values.copy(), np.full(count, 77, np.uint32)
+        loops.encode(row, codes, form, kind)
         assert np.array_equal(codes, wanted)
-        assert (row + 0.0 if kernel is loops.round_off else row).tobytes() == left.tobytes()
+        assert (row + 0.0 if kind == loops.ROUNDED else row).tobytes() == left.tobytes()
 
 
 @modest
@@ -91,7 +91,7 @@ def test_decoding_of_any_bytes(setting, ends, weight, seed, count, nearest):
     out = wanted[0].numpy().copy()
     wanted.addcmul_(*work.decode((1, count), formats), value=weight)
     form = loops.fit(bits, mantissa, pattern(high), pattern(-low), nearest)
-    loops.decode(codes.astype(loops.code_kind(bits)), out, form, weight)
+    loops.decode(codes.astype(np.uint32), out, form, weight)
     assert out.tobytes() == wanted[0].numpy().tobytes()
 
 
@@ -107,7 +107,7 @@ def test_planes(bits, count):
     padded[:total] = torch.from_numpy(codes)
     planes.write(padded, slice(0, total), body)
     wanted, part = body.numpy().copy(), slice(before, before + count)
-    again = np.zeros_like(codes, loops.code_kind(bits))[part]
+    again = np.full_like(codes, 77, np.uint32)[part]
     planes_numba.unpack(again, wanted, planes.table, before)
     assert np.array_equal(again, codes[part])
     for _, width, start in planes.table:
