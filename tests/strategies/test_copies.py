@@ -36,6 +36,8 @@ class Copies(Callback):
     """Copies the model and its wrapper in the middle of a fit; a copy is trained apart from it."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, number):
+        if number != 1:
+            return
         before = [each.detach().clone() for each in module.parameters()]
         for way in WAYS:
             for model in (module, trainer.strategy.model):

@@ -28,19 +28,25 @@ WIDE = {
     "tied": ({"tied": True}, {"accumulate": 4}),
 }
 """More combinations, for the thorough tests."""
+SMALL = {"width": 32, "blocks": 1}
 
 
-def _pairs(settings, steps):
-    mesh = sharded.mesh_of()
-    return [
-        (sharded.native(mesh, steps, model, **training), sharded.ours(mesh, "none", steps, model, **training)[:2])
-        for model, training in settings
-    ]
+def _pairs(settings, steps, size):
+    mesh, pairs = sharded.mesh_of(), []
+    for model, training in settings:
+        model = {**size, **model}
+        native = sharded.native(mesh, steps, model, **training)
+        pairs.append((native, sharded.ours(mesh, "none", steps, model, **training)[:2]))
+    return pairs
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, pytest.param(WIDE, marks=pytest.mark.thorough)], ids=["few", "more"])
-def test_none_is_native_hsdp(pools, settings):
-    ranks = pools[4].run(_pairs, list(settings.values()), 2)
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [(SETTINGS, SMALL), pytest.param(SETTINGS | WIDE, {}, marks=pytest.mark.thorough)],
+    ids=["few", "more"],
+)
+def test_none_is_native_hsdp(pools, settings, size):
+    ranks = pools[4].run(_pairs, list(settings.values()), 2, size)
     for place, name in enumerate(settings):
         theirs, _ = ranks[0][place][0]
         assert {pair[place][way][0] for pair in ranks for way in (0, 1)} == {theirs}, name
