@@ -90,11 +90,9 @@ def decode(bodies, distance, places, sign, steps, width, out, accumulate):
         if not accumulate:
             part[:] = 0
         for message in range(len(steps)):
-            step_row[:] = steps[message, bucket]
+            step_row[:], body = steps[message, bucket], bodies[message * distance :]
             for index in range(0, width, LANES):
-                add_row(
-                    part, index, bodies[message * distance :], places, first + index, step_row, _FIRST, _NOTHING, sign
-                )
+                add_row(part, index, body, places, first + index, step_row, _FIRST, _NOTHING, sign)
         end_write(out, first, first + width, part)
 
 
