@@ -1,6 +1,6 @@
 """Steps of a sharded model on two hosts: native HSDP, a float16 mean, and ours between the replicas.
 
-    sudo python -m benchmarks.sharded --rates 1gbit,100mbit --accumulate 1,4 --json sharded.json
+    sudo python -m benchmarks.hsdp --rates 1gbit,100mbit --accumulate 1,4 --json hsdp.json
 
 Two hosts of two ranks each: a host holds a replica, sharded over its ranks. Linux, root and iproute2: each host is a
 network namespace with a link of a set speed, and its ranks meet inside it. Medians of rank 0; bytes are those of a
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks._arguments import described, file_to_write, plain_errors, positive, positives, some_of
-from benchmarks._sharded import METHODS, SHARDS
+from benchmarks._hsdp import METHODS, SHARDS
 from benchmarks.harness.lab import Lab
 from benchmarks.harness.launch import run_ranks
 from benchmarks.harness.models import MODELS
@@ -39,7 +39,7 @@ def main() -> None:
         for accumulate in arguments.accumulate:
             told = {name: getattr(arguments, name) for name in ("model", "methods", "steps", "warm")}
             with Lab(2, rate) as lab:
-                found = run_ranks(lab, told | {"accumulate": accumulate}, "benchmarks._sharded", each=SHARDS)[0]
+                found = run_ranks(lab, told | {"accumulate": accumulate}, "benchmarks._hsdp", each=SHARDS)[0]
             cells.append({"model": arguments.model, "rate": rate, "accumulate": accumulate} | found)
             show(*table(cells[-1]))
             write(arguments.json, {"cells": cells})
