@@ -8,13 +8,13 @@ import re
 import sys
 import typing
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lightning_compress.__main__ import COMMANDS, command
 from lightning_compress.codecs import Codec
 from lightning_compress.commands.compressors import described
+from lightning_compress.commands.uses import USES
 from lightning_compress.corrections import Corrected
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.gossip.moniqua import Moniqua
@@ -57,19 +57,10 @@ def card(name: str, cls: type) -> str:
     """Return the card of a compressor."""
     said = Docstring.of(cls)
     facts = facts_of(name, cls)
-    facts = {"write": facts["write"], "use": uses()[name], **facts}
     first, *others = (f"| {fact} | {value} |" for fact, value in facts.items())
     table = "\n".join([first, "| --- | --- |", *others])
-    parts = [f"## {name}", said.summary, table, settings_of(cls, said), said.text, said.sources]
+    parts = [f"## {name}", USES.get(name, ""), table, said.summary, settings_of(cls, said), said.text, said.sources]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-@cache
-def uses() -> dict[str, str]:
-    """Return when to use each compressor, as the tables of all compressors say."""
-    lines = (DOCS / "compressors.md").read_text().splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
-    return {row[0].split("`")[1]: re.sub(r"\]\((?!http)", "](../", row[3]) for row in rows}
 
 
 def facts_of(name: str, cls: type) -> dict[str, str]:

@@ -9,7 +9,8 @@ import pytest
 from benchmarks._target import methods, parts, steps, store, tasks
 from benchmarks._target import times as target_times
 from benchmarks._target.compose import Cell, compose, entry, seconds
-from benchmarks._target.show import draw, show, show_steps, write_csv
+from benchmarks._target.drawn import draw, draw_front
+from benchmarks._target.show import show, show_steps, write_csv
 from benchmarks._target.steps import Steps, reached
 from benchmarks._target.times import Place, Times, kappa
 from tests.benchmarks.test_error import write_text
