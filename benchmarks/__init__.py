@@ -14,12 +14,12 @@ RETIRED = {
     "815420b5": {
         "benchmarks.advise": "docs/results/predictions.md has its figures; benchmarks.time_to_target --part table "
         "compares what advise predicts with measured steps, and benchmarks.choices what auto does",
-        "benchmarks.asynchronous kills": "docs/results/async.md has its figures; tests/contrib/asynchronous kills ranks",
+        "benchmarks.asynchronous kills": "docs/results/async.md has them; tests/contrib/asynchronous kills ranks",
         "benchmarks.backward --accuracy": MEPROP,
         "benchmarks.backward --parts": "docs/results/backward.md has its figures",
         "benchmarks.backward --recipes": MEPROP,
         "benchmarks.delay": "docs/settings.md has its figures; benchmarks.network --set delay measures steps",
-        "benchmarks.gossip pairs": "docs/results/gossip.md has its figures; benchmarks.gossip network times AD-PSGD's steps",
+        "benchmarks.gossip pairs": "docs/results/gossip.md has them; benchmarks.gossip network times AD-PSGD's steps",
         "benchmarks.gossip toy": "docs/gossip.md has its figure, and tests/gossip/test_moniqua.py the toy",
         "benchmarks.memory": "docs/results/cost.md has its figures; benchmarks.step tells bytes per parameter on a GPU",
         "benchmarks.network --trainer": "docs/decisions.md says what Lightning's broadcast does",

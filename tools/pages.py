@@ -1,4 +1,4 @@
-"""Write the pages of the documentation that are made from the code: ``python -m tools.pages``."""
+"""Write the pages of the documentation, and a picture, that are made from the code: ``python -m tools.pages``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from lightning_compress.reducers import Reducer
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import automatic
 from lightning_compress.settings.parsing import COMPRESSORS
+from tools import chooser
 from tools.docstring import Docstring
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,6 +186,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/compressors.md": compressor_cards,
     "reference/command-line.md": command_line,
     "contributing.md": contributing,
+    "chooser.svg": chooser.picture,
 }
 """What makes each page, by its path under docs/."""
 

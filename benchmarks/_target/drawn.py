@@ -53,7 +53,9 @@ def draw(maps: dict[str, list[list[Cell]]], title: str, path: Path) -> None:
     for axis, ((task, delay), cells) in zip(axes, panels.items(), strict=True):
         caption(axis, task.replace(" parameters", "") + f"; round trip of {delay:g} ms" * bool(delay))
         _panel(axis, cells)
-    axes[-1].set_xlabel("bits per second of the link; below it: how many times\nas fast ours is as the best method that ships")
+    axes[-1].set_xlabel(
+        "bits per second of the link; below it: how many times\nas fast ours is as the best method that ships"
+    )
     figure.supylabel("time to the loss / time to compute alone", fontsize=9)
     known = {text: line for each in axes for line, text in zip(*each.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known.keys(), loc="outside lower left", frameon=False, ncols=2, fontsize=8)

@@ -1,8 +1,7 @@
 """When to use each compressor, for the command line, the cards and the tables of all compressors."""
 
 USES = {
-    "auto": "Use it if you do not know the link: it measures link and codecs, and picks none, bf16, or qsgd with 8 or 4 "
-    "bits.",
+    "auto": "Use it if you do not know the link: it measures, and picks none, bf16, or qsgd with 8 or 4 bits.",
     "none": "Use it as the baseline: stock DDP, bit for bit.",
     "bf16": "Use it with any optimizer if the loss must be float32's: no loss on the character LSTM.",
     "fp16": "Use it if gradients stay above 1e-5: three more bits of mantissa than bf16; below 6e-8 they become 0.",
@@ -32,7 +31,7 @@ USES = {
     "wangni": "For comparison: unbiased sparsification; its noise grows as 1 / density.",
     "atomo": "For comparison: a few random singular vectors, unbiased but noisy, and slow to compute.",
     "sketch": "For comparison, with many ranks: topk of the mean itself, by tables that are summed.",
-    "adam_mask": "For comparison, beside AdamW: the elements of the largest momentum; it ended 22 % above dense or more.",
+    "adam_mask": "For comparison, beside AdamW: the largest momentum's elements; it ended 22 % above dense or more.",
     "ef21": "For comparison: estimates of every rank's momentum; beside AdamW it ended 22 % above dense or more.",
     "qsgd_elias": "For comparison: qsgd in the paper's own code of what is not 0.",
 }

@@ -128,7 +128,8 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
 
 def picture(said: str, name: str) -> str:
     """Return a picture, with its dark variant, which ``python -m tools.dark`` writes."""
-    return f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}_dark.png">![{said}]({name}.png)</picture>'
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{name}_dark.png">'
+    return f"<picture>{dark}![{said}]({name}.png)</picture>"
 
 
 def wrapped(text: str) -> str:
