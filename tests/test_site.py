@@ -66,9 +66,8 @@ def test_every_figure_is_described_and_every_described_figure_exists():
 
 
 def test_every_picture_is_light_and_dark():
-    named = re.compile(
-        r'^<picture><source media="\(prefers-color-scheme: dark\)" srcset="(.*)_dark.png">!\[.*\]\(\1.png\)'
-    )
+    dark_one = r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="(.*)_dark.png">'
+    named = re.compile(rf"^{dark_one}!\[.*\]\(\1.png\)</picture>$")
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         for line in page.read_text().splitlines():
             if ".png)" in line and "](" in line:

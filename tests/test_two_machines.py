@@ -1,4 +1,4 @@
-"""The commands of docs/two-machines.md and of the tutorial run on two hosts: network namespaces with their addresses."""
+"""The commands of docs/two-machines.md, and the tutorial's, run on two hosts: network namespaces."""
 
 import contextlib
 import os

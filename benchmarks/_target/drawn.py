@@ -53,9 +53,7 @@ def draw(maps: dict[str, list[list[Cell]]], title: str, path: Path) -> None:
     for axis, ((task, delay), cells) in zip(axes, panels.items(), strict=True):
         caption(axis, task.replace(" parameters", "") + f"; round trip of {delay:g} ms" * bool(delay))
         _panel(axis, cells)
-    axes[-1].set_xlabel(
-        "bits per second of the link; below it: how many times\nas fast ours is as the best method that ships"
-    )
+    axes[-1].set_xlabel("speed of the link in bit/s, and below it:\ntime of the best method that ships over ours")
     figure.supylabel("time to the loss / time to compute alone", fontsize=9)
     known = {text: line for each in axes for line, text in zip(*each.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known.keys(), loc="outside lower left", frameon=False, ncols=2, fontsize=8)
@@ -93,14 +91,14 @@ def draw_front(cells: list[Cell], path: Path) -> None:
     rates = [_hertz(cell) for cell in cells]
     lines = {  # colour, width, which point has the label, points from there, and what is drawn
         "DDP": ("#000000", 1.8, 0, (9, 2), [_named(cell, DENSE) for cell in cells]),
-        "PyTorch's best hook": ("#ff7f0e", 1.8, 0, (6, -28), [cell.best("theirs", HOOKS) for cell in cells]),
-        "Lightning's post-local SGD": ("#c0509a", 1.8, 0, (9, 4), [_named(cell, SHIPPED) for cell in cells]),
+        "PyTorch's best hook": ("#ff7f0e", 1.8, 0, (4, -50), [cell.best("theirs", HOOKS) for cell in cells]),
+        "Lightning's post-local SGD": ("#c0509a", 1.8, 0, (-4, 8), [_named(cell, SHIPPED) for cell in cells]),
         "lightning_compress, local steps": ("#d62728", 3.2, 0, (16, 3), [_named(cell, OURS) for cell in cells]),
     }
     for label, (color, width, which, shift, found) in lines.items():
         minutes = [each.mean / 60 if each else float("nan") for each in found]
         axes[0].plot(rates, minutes, "-o", color=color, lw=width, ms=4)
-        mark = {"color": color, "fontweight": "bold" if width > 2 else "normal", "fontsize": 10}
+        mark = {"color": color, "fontweight": "bold" if width > 2 else "normal", "fontsize": 10 if width > 2 else 9}
         axes[0].annotate(label, (rates[which], minutes[which]), shift, textcoords="offset points", **mark)
     _scales(axes[0], {_hertz(cell): speed(cell.place) for cell in cells})
     axes[0].set_xlim(left=0.8 * min(rates))
