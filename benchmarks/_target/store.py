@@ -30,8 +30,7 @@ class Store:
     """
 
     def __init__(self, folder: Path = FOLDER, any_code: bool = False) -> None:
-        self._folder, self._any_code = folder, any_code
-        self._read: dict[Path, Any] = {}
+        self._folder, self.any_code = folder, any_code
         self._commit = commit()  # now: while something runs, there may be a new one
 
     def get(self, kind: str, name: str, settings: Any, code: str) -> dict[str, Any] | None:
@@ -44,15 +43,14 @@ class Store:
             code: of ``digest``.
         """
         digest, found = self.of_any_code(kind, name, settings)
-        return found if self._any_code or digest == code else None
+        return found if self.any_code or digest == code else None
 
     def of_any_code(self, kind: str, name: str, settings: Any) -> tuple[str, dict[str, Any] | None]:
         """Return the digest of the code that made a cell, and what it found; "" and None if there is no cell."""
         path = self._path(kind, name, settings)
         if not path.exists():
             return "", None
-        cell: dict[str, Any] = self._read.get(path) or json.loads(path.read_text())
-        self._read[path] = cell
+        cell: dict[str, Any] = json.loads(path.read_text())
         return cell["digest"], cell["found"]
 
     def put(self, kind: str, name: str, settings: Any, code: str, found: dict[str, Any]) -> None:
@@ -65,7 +63,6 @@ class Store:
         beside = path.with_suffix(".part")
         beside.write_text(text + "\n")
         os.replace(beside, path)
-        self._read.pop(path, None)
 
     def _path(self, kind: str, name: str, settings: Any) -> Path:
         key = hashlib.sha256(_text(settings).encode()).hexdigest()[:8]
