@@ -110,7 +110,7 @@ def picture() -> str:
     style = (
         ".question{fill:#fff;stroke:#3f51b5}.answer{fill:#e8eaf6;stroke:none}text{fill:#222;font-family:sans-serif}"
         ".code{font-family:monospace}path{stroke:#3f51b5;fill:none;stroke-width:2}"
-        "@media(prefers-color-scheme:dark){.question{fill:#1e2129;stroke:#9fa8da}.answer{fill:#303650}"
+        "@media(prefers-color-scheme:dark){.question{fill:#0d1117;stroke:#9fa8da}.answer{fill:#303650}"
         "text{fill:#e6e6e6}path{stroke:#9fa8da}}"
     )
     size = f'width="{WIDTH}" height="{top + 4}" viewBox="0 0 {WIDTH} {top + 4}"'

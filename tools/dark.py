@@ -10,7 +10,7 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "_dark"
-PAPER = (30, 33, 41)
+PAPER = (13, 17, 23)
 """Takes the place of white: the page of the dark site."""
 
 
