@@ -33,6 +33,7 @@ results: install
 
 docs: .venv/.docs
 	$(BIN)/python -m tools.pages
+	$(BIN)/python -m tools.dark
 	$(BIN)/zensical build --strict --clean
 
 lint: install

@@ -9,6 +9,6 @@ from pathlib import Path
 from setuptools import setup
 
 text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-text = re.sub(r"^\[?!\[.*\)\n\n", "", text, flags=re.MULTILINE)
+text = re.sub(r"^(?:<picture>.*</picture>|\[?!\[.*\))\n\n", "", text, flags=re.MULTILINE)
 text = re.sub(r"\[([^]]+)\]\((?!https?://)[^)]+\)", r"\1", text)
 setup(long_description=text, long_description_content_type="text/markdown")

@@ -1,15 +1,23 @@
-"""Error against bits: one column for each model, all methods above, the orders of FFT below."""
+"""Error against bits: a panel of all methods for each model, then one of the orders of FFT for each."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from recipes.tables.drawing import canvas, caption, save, styles
+from recipes.tables.drawing import canvas, caption, save
 
 Curve = list[tuple[float, float]]
 """Measured bits per element, relative error."""
 ORDER_COLORS = {"as is": "#d62728", "transposed": "#1f77b4", "permuted": "#2ca02c", "per parameter": "#9467bd"}
+NAMED = {
+    "rotated": "#1f77b4",
+    "qsgd": "#17becf",
+    "fft, coarse": "#d62728",
+    "topk, 1 bit in Rice codes": "#2ca02c",
+    "onebit": "#8c564b",
+}
+"""Methods with a colour: those to choose from. The others are grey, and the tables have them."""
 MOST_BITS = 10
 """Methods that send more (casts) would make the rest small; the tables have them."""
 TITLES = {"resnet": "ResNet-20, CIFAR-10", "lstm": "character LSTM, Multi30k"}
@@ -22,20 +30,20 @@ def draw(figures: dict[str, dict[str, dict[str, Curve]]], path: Path) -> None:
         figures: by model: "methods", "without error feedback" and "with error feedback", each by label.
         path: file to write.
     """
-    columns = len(figures)
-    figure, axes = canvas(
-        point(figures), (4.7 * columns + 2.4, 9.0), columns, nrows=2, sharex="row", sharey="row", height_ratios=(3, 2)
-    )
-    for (model, parts), above, below in zip(figures.items(), axes[:columns], axes[columns:], strict=True):
-        caption(above, f"{TITLES.get(model, model)}: one gradient, without error feedback")
+    count = len(figures)
+    figure, axes = canvas(point(figures), (4.6, 3.4 * 2 * count + 1.6), nrows=2 * count)  # the width of a telephone
+    for (model, parts), above, below in zip(figures.items(), axes[:count], axes[count:], strict=True):
+        title = TITLES.get(model, model)
+        caption(above, f"{title}: one gradient")
         _methods(above, parts["methods"])
-        caption(below, "sum of ten gradients, coarse fft, by order of elements")
+        caption(below, f"{title}: sum of ten, coarse fft, by order")
         _orders(below, parts)
         _frame(above, 0.005, 1.7)
         _frame(below, 0.005, 1.1)
-    for first, last in ((axes[0], axes[columns - 1]), (axes[columns], axes[-1])):
-        first.set_ylabel("relative error")
-        last.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        above.set_ylabel("relative error")
+        below.set_ylabel("relative error")
+    for last in (axes[count - 1], axes[-1]):
+        last.legend(loc="lower left", frameon=False, fontsize=7)
     save(figure, path)
 
 
@@ -53,12 +61,15 @@ def point(figures: dict[str, dict[str, dict[str, Curve]]]) -> str:
 
 def _methods(axes: Any, curves: dict[str, Curve]) -> None:
     bits = [0.25 * 1.1**power for power in range(38)]
-    axes.plot(
-        bits, [2.0**-each for each in bits], color="#cccccc", lw=4, zorder=0, label="$2^{-bits}$, normal data's least"
-    )
+    axes.plot(bits, [2.0**-each for each in bits], color="#cccccc", lw=4, zorder=0, label="normal data's least")
     shown = {label: curve for label, curve in curves.items() if curve[0][0] <= MOST_BITS}
-    for label, style in styles(shown).items():
-        axes.plot(*zip(*shown[label], strict=True), ms=5, lw=1.3, label=label, **style)
+    for label, curve in shown.items():
+        if label not in NAMED:
+            axes.plot(*zip(*curve, strict=True), "-o", ms=2, lw=0.9, color="#b0b0b0")
+    for label, color in NAMED.items():
+        if label in shown:
+            axes.plot(*zip(*shown[label], strict=True), "-o", ms=4, lw=1.8, color=color, label=label)
+    axes.plot([], [], "-o", ms=2, lw=0.9, color="#b0b0b0", label="other methods")
 
 
 def _orders(axes: Any, parts: dict[str, dict[str, Curve]]) -> None:

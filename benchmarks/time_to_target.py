@@ -2,7 +2,7 @@
 
     python -m benchmarks.time_to_target --part steps --root data --minutes 170
     sudo python -m benchmarks.time_to_target --part times --root data --minutes 90
-    python -m benchmarks.time_to_target --part table --csv map.csv --plot map.png
+    python -m benchmarks.time_to_target --part table --csv map.csv --plot map.png --front front.png
 
 Task a: a character LSTM (0.43 M parameters, AdamW, 16 excerpts of 64 characters a rank and batch) reads the English
 captions of Multi30k. Task b: a Transformer (16 M parameters, Adam, 256 pieces) translates them. Task c: an MLP (1.8 M
@@ -17,7 +17,7 @@ one, with seed 0, is not run to its end; a method that misses the final target w
 ``steps`` trains over this machine's loopback interface, and times nothing. ``times`` measures every phase of every
 method over links of a set speed, as ``benchmarks.network`` does (Linux, root, iproute2), and refuses a machine that is
 busy. ``table`` composes both: the sum over phases of batches times the time of a batch. A phase is, for example,
-PowerSGD's dense start.
+PowerSGD's dense start. It takes the cells that are there, whichever code made them.
 
 Each training run, and each link, is a JSON file in docs/results/time_to_target. It is found by its settings and holds
 until the code that it depends on changes. What is there is not repeated, so every part may be interrupted. Training
@@ -32,8 +32,9 @@ import argparse
 from pathlib import Path
 
 from benchmarks._arguments import above_zero, described, file_to_write, plain_errors, some_of
+from benchmarks._target.drawn import draw, draw_front
 from benchmarks._target.parts import Clock, measure, table, train
-from benchmarks._target.show import TARGETS, draw, write_csv
+from benchmarks._target.show import front_table, write_csv
 from benchmarks._target.steps import Steps
 from benchmarks._target.store import FOLDER, Store
 from benchmarks._target.tasks import TASKS
@@ -51,6 +52,7 @@ def parse() -> argparse.Namespace:
     add("--folder", type=Path, default=FOLDER, help="of the cells (docs/results/time_to_target)")
     add("--links", type=lambda text: text.split(","), default=[], help="rates of links, by commas (all); for times")
     add("--plot", type=file_to_write, help="draw the map of the final target, a PNG; for table")
+    add("--front", type=file_to_write, help="draw four lines of the first task, a PNG; for table")
     add("--csv", type=file_to_write, help="write every method on every link; for table")
     arguments = parser.parse_args()
     if arguments.part != "table" and arguments.root is None:
@@ -60,8 +62,8 @@ def parse() -> argparse.Namespace:
     links = dict.fromkeys(link for name in arguments.task for link in TASKS[name].links)
     if (arguments.part != "times" and arguments.links) or set(arguments.links) - set(links):
         parser.error(f"--links {','.join(arguments.links)}: of --part times, some of {','.join(links)}")
-    if arguments.part != "table" and (arguments.plot or arguments.csv):
-        parser.error(f"--plot and --csv are for --part table, not for {arguments.part}")
+    if arguments.part != "table" and (arguments.plot or arguments.front or arguments.csv):
+        parser.error(f"--plot, --front and --csv are for --part table, not for {arguments.part}")
     return arguments
 
 
@@ -69,7 +71,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Do one part for each task."""
     arguments = parse()
-    store, clock, maps, failed = Store(arguments.folder), Clock(arguments.minutes), {}, 0
+    store = Store(arguments.folder, any_code=arguments.part == "table")
+    clock, maps, failed = Clock(arguments.minutes), {}, 0
     for task in (TASKS[name] for name in arguments.task):
         steps, times = Steps(task, store), Times(task, store)
         if arguments.part == "steps":
@@ -83,7 +86,10 @@ def main() -> None:
     if arguments.csv:
         write_csv(maps, arguments.csv)
     if arguments.plot:
-        draw(maps, f"Time to the same loss, 4 ranks ({TARGETS[-1]})", arguments.plot)
+        draw(maps, "Time to the same loss on 4 ranks", arguments.plot)
+    if arguments.front:
+        print(front_table(maps))
+        draw_front(maps[TASKS[arguments.task[0]].title][-1], arguments.front)
 
 
 if __name__ == "__main__":

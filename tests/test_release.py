@@ -34,8 +34,9 @@ def test_workflows_try_every_version_that_is_promised():
     promised = re.findall(r"Programming Language :: Python :: (3\.\d+)", PROJECT)
     jobs = WORKFLOWS["tests"]["jobs"]
     first = next(step["with"]["python-version"] for step in jobs["ci"]["steps"] if "with" in step)
-    assert sorted([first, *jobs["python"]["strategy"]["matrix"]["python"]]) == promised
-    assert f'requires-python = ">={promised[0]}"' in PROJECT
+    tried = [first, *jobs["python"]["strategy"]["matrix"]["python"]]
+    assert set(promised) <= set(tried)
+    assert f'requires-python = ">={min(tried, key=lambda version: int(version.partition(".")[2]))}"' in PROJECT
     (torch,) = re.findall(r'"torch>=(.*?)"', PROJECT)
     assert f"make test-oldest OLDEST_TORCH={torch}.0" in RUN
 

@@ -5,11 +5,15 @@ import re
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import lightning_compress
 from lightning_compress.collectives.counting import Meter
+from lightning_compress.commands.uses import USES
+from lightning_compress.settings.compensation import LOSS
+from lightning_compress.settings.parsing import COMPRESSORS
 from tests.test_house import PACKAGE, ROOT
-from tools import pages
+from tools import chooser, dark, pages, recording
 
 DOCS = ROOT / "docs"
 IGNORED = {"contributing.md"}
@@ -59,3 +63,41 @@ def test_every_figure_is_described_and_every_described_figure_exists():
         if f'"{name.removeprefix("search_")}"' not in code and f'f"{name}{{' not in code
     ]
     assert not missing
+
+
+def test_every_picture_is_light_and_dark():
+    dark_one = r'<picture><source media="\(prefers-color-scheme: dark\)" srcset="(.*)_dark.png">'
+    named = re.compile(rf"^{dark_one}!\[.*\]\(\1.png\)</picture>$")
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        for line in page.read_text().splitlines():
+            if ".png)" in line and "](" in line:
+                assert (match := named.match(line)), f"{page.name}: {line}"
+                assert dark.beside(page.parent / f"{match[1]}.png").exists(), match[1]
+    for picture in dark.pictures():
+        made, there = dark.darkened(picture), Image.open(dark.beside(picture))
+        assert made.convert("RGB").tobytes() == there.convert("RGB").tobytes(), "run python -m tools.dark"
+    assert (DOCS / "demo.svg").read_text() == recording.drawn(*recording.read_cast(DOCS / "demo.cast"))
+
+
+def test_there_is_one_chooser():
+    for page in (ROOT / "README.md", DOCS / "choose.md"):
+        assert chooser.table() in page.read_text()
+    cost = f"{LOSS['qsgd', 'adam']['none']:g} % more loss with AdamW"
+    for page in (ROOT / "README.md", DOCS / "index.md"):
+        assert cost in " ".join(page.read_text().split())
+
+
+def test_the_tables_say_when_to_use_each_compressor():
+    rows = re.findall(r"^\| `(\w+)`.*$", (DOCS / "compressors.md").read_text(), flags=re.MULTILINE)
+    assert set(rows) == set(COMPRESSORS.choices) | {"moniqua"} == set(USES)
+    lines = (DOCS / "compressors.md").read_text().splitlines()
+    for name, use in USES.items():
+        assert any(line.startswith(f"| `{name}`") and f"| {use} |" in line for line in lines), name
+        assert not re.search(r"[`*\[\]]", use), name
+
+
+def test_a_user_has_not_too_much_to_read():
+    """Words of all pages but those for maintainers."""
+    (apart,) = (set(paths(each["For maintainers"])) for each in site()["nav"] if "For maintainers" in each)
+    read = [page for page in DOCS.rglob("*.md") if str(page.relative_to(DOCS)) not in apart | IGNORED]
+    assert sum(len(page.read_text().split()) for page in read) <= 60_000

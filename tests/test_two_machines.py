@@ -1,4 +1,4 @@
-"""The commands of docs/two-machines.md run on two hosts: network namespaces with the names and addresses it uses."""
+"""The commands of docs/two-machines.md, and the tutorial's, run on two hosts: network namespaces."""
 
 import contextlib
 import os
@@ -24,13 +24,17 @@ ERROR = next(text for text in SAID if "connectFullMesh" in text)
 DEBIAN = next(text for text in SAID if text.startswith("127.0.0.1 localhost\n"))
 VARIABLES = dict(re.findall(r"^\| `(SLURM_\w+)` \|.*\| (\S+) \|$", PAGE, flags=re.MULTILINE))
 NODES = ("node1", "node2")
+ALONE, TOGETHER = (
+    re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / f"docs/{name}.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    for name in ("tutorial", "tutorial-two-hosts")
+)
 
 
-def launches():
+def launches(blocks=BLOCKS):
     """What is to be typed in turn: the command of each host, or of one, and what the page shows below it."""
     found = []
-    for number, (kind, body) in enumerate(BLOCKS):
-        after = BLOCKS[number + 1][1] if number + 1 < len(BLOCKS) and BLOCKS[number + 1][0] == "text" else ""
+    for number, (kind, body) in enumerate(blocks):
+        after = blocks[number + 1][1] if number + 1 < len(blocks) and blocks[number + 1][0] == "text" else ""
         if kind != "bash" or body.startswith("#!"):
             continue
         if body.startswith("# node1\n"):
@@ -67,6 +71,11 @@ class Hosts:
             shutil.rmtree(etc, ignore_errors=True)
         with contextlib.suppress(OSError):  # others use it
             self._etc[0].parent.rmdir()
+
+    def write(self, name, body):
+        """Write a file that both have, and return its folder."""
+        (self._folder / name).write_text(body)
+        return self._folder
 
     def start(self, script, rank, **environment):
         """Type a script on a host."""
@@ -161,6 +170,21 @@ def test_commands(hosts, launch):
         assert "by all_gather, 7.8 x fewer bytes" in outputs[0]
     if scripts[0].endswith(" link\n"):
         assert 50 < float(re.search(r"(\d+) Mbit/s", outputs[0])[1]) <= 110
+
+
+@root
+@pytest.mark.thorough
+def test_tutorial(hosts):
+    """One machine first, then both: the lines that it shows, and one W&B run for each training."""
+    (script,) = (body for kind, body in ALONE if kind == "python")
+    (typed,) = (body for kind, body in ALONE if kind == "bash")
+    said, files = (body for kind, body in ALONE if kind == "text")
+    folder = hosts.write("train.py", script)
+    shows(hosts.run(typed)[0], said)
+    assert all((folder / name).read_text().startswith("comm/") for name in files.split())
+    for scripts, _ in launches(TOGETHER):
+        hosts.run(*scripts)
+    assert len(list(folder.glob("wandb/offline-run-*"))) == 2
 
 
 def test_the_page_has_the_commands_of_a_newcomer():

@@ -1,4 +1,4 @@
-"""Write the pages of the documentation that are made from the code: ``python -m tools.pages``."""
+"""Write the pages of the documentation, and a picture, that are made from the code: ``python -m tools.pages``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 import sys
 import typing
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lightning_compress.__main__ import COMMANDS, command
 from lightning_compress.codecs import Codec
 from lightning_compress.commands.compressors import described
+from lightning_compress.commands.uses import USES
 from lightning_compress.corrections import Corrected
 from lightning_compress.corrections.loco import LoCo
 from lightning_compress.gossip.moniqua import Moniqua
@@ -22,6 +22,7 @@ from lightning_compress.reducers import Reducer
 from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import automatic
 from lightning_compress.settings.parsing import COMPRESSORS
+from tools import chooser
 from tools.docstring import Docstring
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,19 +58,10 @@ def card(name: str, cls: type) -> str:
     """Return the card of a compressor."""
     said = Docstring.of(cls)
     facts = facts_of(name, cls)
-    facts = {"write": facts["write"], "use": uses()[name], **facts}
     first, *others = (f"| {fact} | {value} |" for fact, value in facts.items())
     table = "\n".join([first, "| --- | --- |", *others])
-    parts = [f"## {name}", said.summary, table, settings_of(cls, said), said.text, said.sources]
+    parts = [f"## {name}", USES.get(name, ""), table, said.summary, settings_of(cls, said), said.text, said.sources]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-@cache
-def uses() -> dict[str, str]:
-    """Return when to use each compressor, as the tables of all compressors say."""
-    lines = (DOCS / "compressors.md").read_text().splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
-    return {row[0].split("`")[1]: re.sub(r"\]\((?!http)", "](../", row[3]) for row in rows}
 
 
 def facts_of(name: str, cls: type) -> dict[str, str]:
@@ -194,6 +186,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/compressors.md": compressor_cards,
     "reference/command-line.md": command_line,
     "contributing.md": contributing,
+    "chooser.svg": chooser.picture,
 }
 """What makes each page, by its path under docs/."""
 

@@ -1,39 +1,19 @@
-"""The map as tables and as a picture."""
+"""The map as tables."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
 from benchmarks._target.compose import Cell, Entry
-from benchmarks._target.methods import AUTO, DDP, DENSE, HOOKS
+from benchmarks._target.methods import DDP, DENSE, HOOKS
 from benchmarks._target.steps import REPORTED, Steps
+from benchmarks._target.times import speed
 from benchmarks.harness import tables
-from benchmarks.harness.lab import bits_per_second
 from benchmarks.harness.results import write_table
-from recipes.tables.drawing import MARKERS, canvas, caption, legend, save
 
 TARGETS = ("at 80 % of the budget", "final loss + 1 %")
 MISS = "miss"
 WIDTH = 150
-COLUMNS = 2
-"""Panels side by side."""
-LINES = {
-    DENSE: "#000000",
-    "fp16 hook": "#7f7f7f",
-    "PowerSGD hook 4": "#8c564b",
-    "accumulation 2, fp16": "#bcbd22",
-    "post-local SGD 16": "#e377c2",
-    "sufficient factors": "#ff7f0e",
-    "rotated 4": "#1f77b4",
-    "qsgd 4": "#000080",
-    "onebit": "#2ca02c",
-    "local SGD 8, rotated 4": "#d62728",
-    "DiLoCo 30, rotated 4": "#17becf",
-    AUTO: "#9467bd",
-}
-"""Methods that the picture has a line of; the tables have all."""
 
 
 def show_steps(steps: Steps) -> None:
@@ -117,61 +97,29 @@ def _line(found: Entry) -> tuple[str, str, str, int, str]:
     return found.method.name, found.method.side, by_seed, found.missed, f"{found.over:.3f}"
 
 
-def draw(maps: Maps, title: str, path: Path) -> None:
-    """Draw time to the final target over computing alone, against kappa; a panel for each task and round trip; a PNG.
-
-    Hollow points missed the target. Below the axis: the best of ours, and how many times faster it is.
-
-    Args:
-        maps: of all tasks.
-        title: of all panels.
-        path: file to write.
-
-    Raises:
-        ValueError: no link was measured.
-    """
-    panels: dict[tuple[str, float], list[Cell]] = {}
-    for task, by_target in maps.items():
-        for cell in by_target[-1]:
-            panels.setdefault((task, cell.place.delay_ms), []).append(cell)
-    if not panels:
-        raise ValueError("there is nothing to draw: no link was measured; --part times does it")
-    columns, lines = min(COLUMNS, len(panels)), math.ceil(len(panels) / COLUMNS)
-    figure, axes = canvas(title, (6.8 * columns + 2.0, 4.8 * lines), columns, nrows=lines, sharey=True)
-    for empty in axes[len(panels) :]:
-        empty.remove()
-    for axis, ((task, delay), cells) in zip(axes, panels.items(), strict=False):
-        caption(axis, f"{task}{f', {delay:g} ms of round trip' if delay else ''}")
-        _panel(axis, sorted(cells, key=lambda each: each.kappa))
-    for first in axes[::columns]:
-        first.set_ylabel("time to target / computing alone")
-    legend(figure, *axes[: len(panels)])
-    save(figure, path)
+FRONT = ("100mbit", "1gbit")
+"""Links of the table in README.md."""
 
 
-def _panel(axis: Any, cells: list[Cell]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+def front_table(maps: Maps) -> str:
+    """Return the table of README.md: minutes to the final target, by method and by task and link; Markdown."""
+    places = [
+        (title, cell)
+        for title, by_target in maps.items()
+        for cell in by_target[-1]
+        if cell.place.rate in FRONT and not cell.place.delay_ms
+    ]
+    head = [f"{title.replace(' parameters', '')}: {speed(cell.place)}" for title, cell in places]
+    lines = {
+        "DDP": [DENSE],
+        "PyTorch's fp16 hook": ["fp16 hook"],
+        "PyTorch's PowerSGD hook": [name for name in HOOKS if name.startswith("PowerSGD")],
+    }
+    rows = [[line, *(_minutes(cell.best("theirs", names)) for _, cell in places)] for line, names in lines.items()]
+    rows.append(["**ours**", *(f"**{_minutes(cell.best('ours'))}**" for _, cell in places)])
+    rule = ["---", *(["---:"] * len(head))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (["", *head], rule, *rows))
 
-    for marker, (name, color) in zip(MARKERS, LINES.items(), strict=False):
-        found = [(cell.kappa, each) for cell in cells for each in cell.entries if each.method.name == name]
-        if found:
-            points = [kappa for kappa, _ in found], [each.over for _, each in found]
-            style = "-" if found[0][1].method.side == "ours" else "--"
-            axis.plot(*points, style, color=color, marker=marker, ms=5, lw=1.4, label=name)
-            faces = ["white" if each.missed else color for _, each in found]
-            axis.scatter(*points, s=24, marker=marker, edgecolors=color, facecolors=faces, zorder=3)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("kappa: float32 communication / computing")
-    axis.set_xticks([cell.kappa for cell in cells], [_tick(cell) for cell in cells], fontsize=6.5)
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.yaxis.set_minor_formatter(NullFormatter())
 
-
-def _tick(cell: Cell) -> str:
-    rate, factor, ours = bits_per_second(cell.place.rate), cell.factor(), cell.best("ours")
-    speed = f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
-    won = "\n{}\n{:.2f} x".format(ours.method.name.replace(", ", ",\n"), factor) if ours and factor else ""
-    return f"{cell.kappa:.2g}\n{speed}{won}"
+def _minutes(found: Entry | None) -> str:
+    return f"{found.mean / 60:.{0 if found.mean >= 600 else 1}f}" if found else "missed"

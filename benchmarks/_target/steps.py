@@ -60,6 +60,7 @@ class Steps:
     def __init__(self, task: Task, store: Store) -> None:
         self.task, self._store = task, store
         self.runs: dict[str, Run] = runs(task)
+        self._read: dict[Cell, dict[str, Any] | None] = {}
 
     def key(self, cell: Cell) -> dict[str, Any]:
         """Return all settings that a run depends on."""
@@ -74,7 +75,11 @@ class Steps:
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """Return what a run found, None if it is missing."""
-        return self._store.get(f"{self.task.name}/steps", cell.name, self.key(cell), self.code(cell))
+        if not self._store.any_code:
+            return self._store.get(f"{self.task.name}/steps", cell.name, self.key(cell), self.code(cell))
+        if cell not in self._read:  # a table asks for each a thousand times, and nothing is written meanwhile
+            self._read[cell] = self.of_any_code(cell)[1]
+        return self._read[cell]
 
     def of_any_code(self, cell: Cell) -> tuple[str, dict[str, Any] | None]:
         """Return what a run of this or of earlier code found; see ``Store.of_any_code``."""

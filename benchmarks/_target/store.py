@@ -26,14 +26,15 @@ class Store:
 
     Args:
         folder: made when the first cell is written.
+        any_code: cells of earlier code count, too.
     """
 
-    def __init__(self, folder: Path = FOLDER) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path = FOLDER, any_code: bool = False) -> None:
+        self._folder, self.any_code = folder, any_code
         self._commit = commit()  # now: while something runs, there may be a new one
 
     def get(self, kind: str, name: str, settings: Any, code: str) -> dict[str, Any] | None:
-        """Return what a cell found, or None if it is missing or other code made it.
+        """Return what a cell found, or None if it is missing, or other code made it and ``any_code`` is off.
 
         Args:
             kind: a folder.
@@ -42,7 +43,7 @@ class Store:
             code: of ``digest``.
         """
         digest, found = self.of_any_code(kind, name, settings)
-        return found if digest == code else None
+        return found if self.any_code or digest == code else None
 
     def of_any_code(self, kind: str, name: str, settings: Any) -> tuple[str, dict[str, Any] | None]:
         """Return the digest of the code that made a cell, and what it found; "" and None if there is no cell."""

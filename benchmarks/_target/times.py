@@ -66,6 +66,8 @@ class Times:
 
     def get(self, place: Place) -> dict[str, Any] | None:
         """Return what was measured on a link, None if it is missing."""
+        if self._store.any_code:
+            return self._store.of_any_code(*self._named(place))[1]
         return self._store.get(*self._key(place))
 
     def missing(self) -> Iterator[Place]:
@@ -78,7 +80,7 @@ class Times:
         Raises:
             RuntimeError: see ``measure``.
         """
-        _, earlier = self._store.of_any_code(*self._key(place)[:3])
+        _, earlier = self._store.of_any_code(*self._named(place))
         if earlier is None:
             return False
         again = self._timed(place, root, [name for name in AGAIN if name in self.rows])["ms"]
@@ -107,12 +109,15 @@ class Times:
             found = run_ranks(lab, told, "benchmarks._target.rank")[0]
         return found | {"seconds": round(time.perf_counter() - start, 1), "cores": os.cpu_count() or 1}
 
-    def _key(self, place: Place) -> tuple[str, str, Any, str]:
+    def _named(self, place: Place) -> tuple[str, str, Any]:
         settings = {"task": self.task.name, "ranks": self.task.ranks, **asdict(place), "rows": self.rows}
+        return f"{self.task.name}/times", place.name, settings
+
+    def _key(self, place: Place) -> tuple[str, str, Any, str]:
         by = sorted({f"_target.{run['by']}" for run in self.rows.values()})
         parts = ("_target.rank", *by, "harness.lab", "harness.launch", "harness.rank")
         code = digest(self.task.module, *(f"benchmarks.{each}" for each in parts))
-        return f"{self.task.name}/times", place.name, settings, code
+        return *self._named(place), code
 
 
 def _alike(now: dict[str, float], earlier: dict[str, float], name: str) -> bool:
@@ -126,6 +131,12 @@ def kappa(place: Place, found: dict[str, Any], ranks: int) -> float:
     sent: float = 2 * (ranks - 1) / ranks * 4 * found["parameters"]
     alone: float = found["ms"][FREE]
     return 8e3 * sent / bits_per_second(place.rate) / alone
+
+
+def speed(place: Place) -> str:
+    """Return the speed of a link for people, such as "100 Mbit/s"."""
+    rate = bits_per_second(place.rate)
+    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
 
 
 def wait_until_idle() -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_compress.codecs import Codec
+from lightning_compress.commands.uses import USES
 from lightning_compress.core.layout import Layout
 from lightning_compress.corrections import Corrected
 from lightning_compress.settings.compensation import MEASURED, Optimizer, automatic, loss_of
@@ -21,7 +22,7 @@ SAMPLE = Layout.of([("weight", (1024, 1024))])
 
 
 def compressors(contrib: bool = False, json: bool = False) -> None:
-    """Print all compressors: bits per element, what they cost in quality, and what they are.
+    """Print all compressors: bits per element, what they cost in quality, and when to use them.
 
     Args:
         contrib: also those that stand here for comparison.
@@ -33,12 +34,12 @@ def compressors(contrib: bool = False, json: bool = False) -> None:
         print(dumps(found, indent=2))
         return
     table = Table()
-    for title in ("name", "bits", *(f"loss, {MEASURED[kind]}" for kind in KINDS), "what it does"):
-        table.add_column(title, no_wrap=title != "what it does")
+    for title in ("name", "bits", *(f"loss, {MEASURED[kind]}" for kind in KINDS), "when to use it"):
+        table.add_column(title, no_wrap=title != "when to use it")
     for each in found:
         bits = "" if each["bits"] is None else f"{each['bits']:.3g}"
         losses = ("" if loss is None else f"{loss:+g} %" for loss in (each[kind] for kind in KINDS))
-        table.add_row(each["name"], bits, *losses, each["text"])
+        table.add_row(each["name"], bits, *losses, each["use"])
     console = Console()
     console.print(table)
     console.print(
@@ -49,7 +50,7 @@ def compressors(contrib: bool = False, json: bool = False) -> None:
 
 
 def described(name: str) -> dict[str, Any]:
-    """Return a row: name, bits per element or None, percent of loss by optimizer or None, and a line of text."""
+    """Return a row: name, bits per element or None, percent of loss by optimizer or None, and when to use it."""
     cls = COMPRESSORS[name]
     built = cls()
     codec = built.codec if isinstance(built, Corrected) else built
@@ -59,5 +60,5 @@ def described(name: str) -> dict[str, Any]:
         bits = 8 * codec.plan(SAMPLE, torch.device("cpu")).expected_size / SAMPLE.numel
     if isinstance(built, Codec):
         losses |= {kind: loss_of(built, kind, automatic(built, kind)) for kind in KINDS}
-    text = (inspect.getdoc(cls) or "").partition("\n")[0]
-    return {"name": name, "bits": bits, **losses, "text": text}
+    own = (inspect.getdoc(cls) or "").partition("\n")[0].replace("`", "")  # of a package's own compressor
+    return {"name": name, "bits": bits, **losses, "use": USES.get(name, own)}

@@ -121,9 +121,15 @@ def section(comparison: Comparison, found: list[Line], planned: list[Run]) -> st
         "\n".join(f"- {line.label}: `{line.rows[0]['settings']}`" for line in found[1:]),
         "\n".join("| " + " | ".join(cells) + " |" for cells in table),
         f"{point(comparison, found)}{'' if dense[1:] else ' (one seed)'}." if found[1:] else "",
-        f"![{metric} against bytes]({comparison.name}.png)" if found[1:] else "",
+        picture(f"{metric} against bytes", comparison.name) if found[1:] else "",
     ]
     return "\n\n".join(part for part in said if part) + "\n"
+
+
+def picture(said: str, name: str) -> str:
+    """Return a picture, with its dark variant, which ``python -m tools.dark`` writes."""
+    dark = f'<source media="(prefers-color-scheme: dark)" srcset="{name}_dark.png">'
+    return f"<picture>{dark}![{said}]({name}.png)</picture>"
 
 
 def wrapped(text: str) -> str:

@@ -9,9 +9,11 @@ import pytest
 from benchmarks._target import methods, parts, steps, store, tasks
 from benchmarks._target import times as target_times
 from benchmarks._target.compose import Cell, compose, entry, seconds
-from benchmarks._target.show import draw, show, show_steps, write_csv
+from benchmarks._target.drawn import draw, draw_front
+from benchmarks._target.show import front_table, show, show_steps, write_csv
 from benchmarks._target.steps import Steps, reached
 from benchmarks._target.times import Place, Times, kappa
+from benchmarks.harness.lab import bits_per_second
 from tests.benchmarks.test_error import write_text
 
 ONE_LINK = {"links": ("10mbit",), "round_trips": (0.0,)}
@@ -274,3 +276,16 @@ def test_the_table_and_the_picture_show_what_is_there(known, tmp_path, monkeypat
     assert (tmp_path / "map.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="nothing to draw"):
         draw({"a test": [[], []]}, "a title", tmp_path / "map.png")
+    draw_front([each for each in maps[1] if each], tmp_path / "front.png")
+    assert (tmp_path / "front.png").stat().st_size > 1000
+
+
+def test_the_readme_shows_what_was_measured():
+    cells = store.Store(any_code=True)
+    maps = {task.title: [compose(Steps(task, cells), Times(task, cells), 1)] for task in tasks.TASKS.values()}
+    readme = (store.ROOT / "README.md").read_text()
+    assert front_table(maps) in readme
+    slow = [each.factor() for (cells,) in maps.values() for each in cells if bits_per_second(each.place.rate) <= 1e8]
+    fast = [each.factor() for (cells,) in maps.values() for each in cells if each.place.rate == "1gbit"]
+    assert f"links of up to 100 Mbit/s, training reached DDP's loss {min(slow):.1f} to {max(slow):.1f} times" in readme
+    assert f"at 1 Gbit/s, {min(fast):.1f} to {max(fast):.1f} times" in readme
