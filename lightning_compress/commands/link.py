@@ -5,12 +5,6 @@ from __future__ import annotations
 import os
 from json import dumps
 
-import torch
-import torch.distributed as dist
-
-from lightning_compress.collectives import TorchCollective
-from lightning_compress.planning.link import time_link
-
 
 def link(json: bool = False) -> None:
     """Measure the link between all ranks, as exchange="auto" does; start it on every host with torchrun.
@@ -26,6 +20,12 @@ def link(json: bool = False) -> None:
             "--nproc-per-node 1 --node-rank 0 --master-addr HOST --master-port 29500 "
             "--no-python lightning-compress link"
         )
+    import torch
+    import torch.distributed as dist
+
+    from lightning_compress.collectives import TorchCollective
+    from lightning_compress.planning.link import time_link
+
     dist.init_process_group("gloo")
     try:
         ranks = TorchCollective()
