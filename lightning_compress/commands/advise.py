@@ -55,10 +55,12 @@ def advise(
     above_zero("compute_ms", 1.0 if compute_ms is None else compute_ms)
 
     from lightning_compress.commands import jobs, told
+    from lightning_compress.commands.busy import load
 
+    busy = load()  # before the script runs, which keeps cores busy itself
     job = jobs.of(script, args or [], params, model, profile, compute_ms, optimizer)
     if job is not None:
-        told.tell(job, jobs.where(job, ranks, gbit, latency_us), cores_per_rank, device, json)
+        told.tell(job, jobs.where(job, ranks, gbit, latency_us), cores_per_rank, device, busy, json)
 
 
 def _check_what(given: dict[str, str | None], compute_ms: float | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from lightning_compress.codecs import Codec, Dense
-from lightning_compress.commands.busy import load, one_thread
+from lightning_compress.commands.busy import one_thread
 from lightning_compress.commands.jobs import SIDE
 from lightning_compress.planning.cost import Speeds
 from lightning_compress.planning.link import kind_of, time_codec
@@ -33,7 +33,7 @@ docs/results/gpu/codecs_25mb.json; casts and float32 as its copy."""
 
 
 def speeds_for(
-    settings: Iterable[RunState], ranks: int, device: str | None, gpu: str, crowd: float
+    settings: Iterable[RunState], ranks: int, device: str | None, gpu: str, busy: str, crowd: float
 ) -> tuple[dict[str, Speeds], torch.device, str]:
     """Return the speeds of these settings' codecs, the device that encodes, and a sentence on their source.
 
@@ -42,6 +42,7 @@ def speeds_for(
         ranks: how many processes train together.
         device: as the user chose it; None: what trains.
         gpu: the name of the GPU on which a script was measured here, or empty.
+        busy: that other programs use this machine, or empty.
         crowd: ranks per core of a CPU.
     """
     if device == "cuda" and not gpu:
@@ -50,7 +51,6 @@ def speeds_for(
     if gpu and device != "cpu":
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         return timed(settings, ranks, here), here, f"Codecs: timed on this {gpu}."
-    busy = load()
     found = timed(settings, ranks, CPU, crowd)
     text = f"timed on one core of this CPU{f'; {busy}: these times are too high' if busy else ''}"
     other = " The script trained on a GPU." if gpu else " For training on GPUs, add --device cuda."

@@ -19,7 +19,7 @@ LOSSES = "Losses: of a character LSTM with 424,320 parameters, not of your model
 LOSSES_OF_MUON = "Losses: of a character GPT with 98,000 hidden weights, not of your model."
 
 
-def tell(job: Job, where: Where, cores_per_rank: float | None, device: str | None, as_json: bool) -> None:
+def tell(job: Job, where: Where, cores_per_rank: float | None, device: str | None, busy: str, as_json: bool) -> None:
     """Time the codecs, and print the table and the advice.
 
     Args:
@@ -27,13 +27,14 @@ def tell(job: Job, where: Where, cores_per_rank: float | None, device: str | Non
         where: it trains.
         cores_per_rank: CPU cores of each process; None: as measured, or 1.
         device: that encodes, as the user chose it.
+        busy: that other programs use this machine, or empty.
         as_json: print JSON.
     """
     if where.prints and not (device == "cuda" and not job.gpu):
         print("timing codecs, which takes some seconds", file=sys.stderr, flush=True)
     cores = cores_per_rank or job.cores_per_rank or 1.0
     settings = settings_of(job.optimizer).values()
-    speeds, encoder, source = speeds_for(settings, where.ranks, device, job.gpu, 1 / cores)
+    speeds, encoder, source = speeds_for(settings, where.ranks, device, job.gpu, busy, 1 / cores)
     if not where.prints:
         return
     rows = predicted(

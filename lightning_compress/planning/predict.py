@@ -125,11 +125,10 @@ def _parts(parameters: Sequence[tuple[str, Shape]], ready: Mapping[str, float] |
     if not ready:
         total = sum(prod(shape) for _, shape in parameters)
         return {name: BACKWARD * prod(shape) / total for name, shape in parameters}
-    names = [name for name, _ in reversed(parameters)]
-    return {
-        name: ready[name] - before
-        for name, before in zip(names, [0.0, *map(ready.__getitem__, names[:-1])], strict=True)
-    }
+    found, before = dict[str, float](), 0.0
+    for name, _ in reversed(parameters):
+        found[name], before = ready[name] - before, ready[name]
+    return found
 
 
 def buckets_of(parameters: Sequence[tuple[str, Shape]], most: int) -> list[list[tuple[str, Shape]]]:
