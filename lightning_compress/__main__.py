@@ -13,9 +13,15 @@ from jsonargparse import auto_cli
 from lightning_compress import __version__
 from lightning_compress.commands.words import Parser, spelled
 
-COMMANDS = ("advise", "doctor", "link", "compare", "compressors")
-"""Each is a function in the module of ``lightning_compress.commands`` that is named like it. These modules import what
-takes long, such as torch, when the function runs: help must come at once."""
+COMMANDS = {
+    "advise": "advise",
+    "doctor": "doctor",
+    "link": "link",
+    "compare": "compared",  # jsonargparse would look for a ``compare`` in our package, and so import torch
+    "compressors": "compressors",
+}
+"""Commands, and their functions in the module of ``lightning_compress.commands`` that is named like the command. These
+modules import what takes long, such as torch, when the function runs: help must come at once."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if words[0] in COMMANDS:
         words = spelled(words, command(words[0]))
-    functions = [command(name) for name in COMMANDS]
+    functions = {name: command(name) for name in COMMANDS}
     try:
         auto_cli(functions, args=words, prog="lightning-compress", parser_class=Parser, version=__version__)
         sys.stdout.flush()
@@ -44,7 +50,7 @@ def command(name: str) -> Callable[..., Any]:
     Args:
         name: one of ``COMMANDS``.
     """
-    function: Callable[..., Any] = getattr(import_module(f"lightning_compress.commands.{name}"), name)
+    function: Callable[..., Any] = getattr(import_module(f"lightning_compress.commands.{name}"), COMMANDS[name])
     return function
 
 

@@ -7,7 +7,7 @@ import sys
 from json import dumps
 
 
-def compare(source: str, compressors: list[str] | None = None, json: bool = False) -> None:
+def compared(source: str, compressors: list[str] | None = None, json: bool = False) -> None:
     """Encode and decode your gradients with each compressor: bits, error and time.
 
     ``bits`` are those of a message, per element. ``error`` is the norm of what a message loses, over the norm of what
@@ -24,12 +24,12 @@ def compare(source: str, compressors: list[str] | None = None, json: bool = Fals
     """
     from lightning_compress.commands.busy import load, one_thread
     from lightning_compress.commands.gradients import gradients_of
-    from lightning_compress.comparison import compare as measured
+    from lightning_compress.comparison import compare
 
     print("measuring; this takes some seconds for 10 million elements", file=sys.stderr, flush=True)
     gradients = gradients_of(source)
     with one_thread():
-        found = measured(gradients, compressors)
+        found = compare(gradients, compressors)
     print(dumps(dataclasses.asdict(found), indent=2) if json else found)
     if busy := load():
         print(f"{busy}: these times are too high", file=sys.stderr)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import inspect
 from json import dumps
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from lightning_compress.settings.compensation import Optimizer
-
-KINDS: tuple[Optimizer, ...] = ("sgd", "adam", "muon")
+KINDS: tuple[Literal["sgd", "adam", "muon"], ...] = ("sgd", "adam", "muon")
 SIDE = 1024
 """Rows and columns of the matrix of which the bits are."""
 
