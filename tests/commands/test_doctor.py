@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.harness.lab import Lab
+from lightning_compress import kernels
 from lightning_compress.__main__ import command
 from lightning_compress.commands import crowd, diagnosis, host, peer, transfer
 from lightning_compress.commands.diagnosis import Direction, End, Finding, nccl_takes
@@ -192,7 +193,7 @@ def test_facts_of_this_host_survive_json():
 
 
 def test_kernels_that_are_turned_off_are_a_fact(monkeypatch):
-    monkeypatch.setattr(host.kernels, "_asked", "torch")
+    monkeypatch.setattr(kernels, "_asked", "torch")
     monkeypatch.setenv("LIGHTNING_COMPRESS_KERNELS", "torch")
     assert Host.here(Crowd()).kernels == "LIGHTNING_COMPRESS_KERNELS=torch"
 
