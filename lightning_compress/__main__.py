@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if words[0] in COMMANDS:
         words = spelled(words, command(words[0]))
-    functions = {name: command(name) for name in COMMANDS}
+    functions: Any = {name: command(name) for name in COMMANDS}
     try:
         auto_cli(functions, args=words, prog="lightning-compress", parser_class=Parser, version=__version__)
         sys.stdout.flush()

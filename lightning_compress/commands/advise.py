@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Literal
 
+from lightning_compress.commands.words import above_zero
+
 STARTED = ("WORLD_SIZE", "NODE_RANK")
 """Set where one process of several was started: by torchrun, or by hand on each host for Lightning's own launcher."""
 
@@ -88,14 +90,3 @@ def _check_where(ranks: int | None, gbit: float | None, missing: str) -> None:
         raise ValueError(f"missing: {', '.join(names)} (such as --compute-ms 77 --ranks 4 --gbit 1){more}")
     if ranks is not None and ranks < 2:
         raise ValueError(f"--ranks {ranks}: one process sends nothing; use 2 or more")
-
-
-def above_zero(name: str, value: float) -> float:
-    """Return a number of the command line.
-
-    Raises:
-        ValueError: it is not finite, or not above 0.
-    """
-    if not 0 < value < float("inf"):
-        raise ValueError(f"--{name.replace('_', '-')} {value:g}: it must be a number above 0")
-    return value

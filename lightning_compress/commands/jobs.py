@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_compress.collectives import TorchCollective
 from lightning_compress.commands import script as scripts
-from lightning_compress.commands.advise import above_zero
 from lightning_compress.commands.called import called
+from lightning_compress.commands.words import above_zero
 from lightning_compress.planning.cost import Link
 from lightning_compress.planning.link import time_link
 from lightning_compress.settings.rules import Shape

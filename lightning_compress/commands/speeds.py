@@ -10,9 +10,11 @@ import torch
 from lightning_compress.codecs import Codec, Dense
 from lightning_compress.commands.busy import one_thread
 from lightning_compress.commands.jobs import SIDE
+from lightning_compress.core.registry import name_of
 from lightning_compress.planning.cost import Speeds
 from lightning_compress.planning.link import kind_of, time_codec
 from lightning_compress.planning.predict import CPU
+from lightning_compress.settings.parsing import COMPRESSORS
 from lightning_compress.settings.run_state import RunState
 
 LAUNCH_S = 0.25e-3
@@ -21,12 +23,12 @@ LAUNCH_S = 0.25e-3
 NUMEL = 6_553_600
 """Elements of the published times."""
 H100_MS = {
-    "QSGD": (0.0302, 0.0214),
-    "Rotated": (0.0391, 0.0239),
-    "OneBit": (0.0327, 0.0206),
-    "TopK": (0.0988, 0.0071),
-    "BF16": (0.0199, 0.0199),
-    "Dense": (0.0199, 0.0199),
+    "qsgd": (0.0302, 0.0214),
+    "rotated": (0.0391, 0.0239),
+    "onebit": (0.0327, 0.0206),
+    "topk": (0.0988, 0.0071),
+    "bf16": (0.0199, 0.0199),
+    "none": (0.0199, 0.0199),
 }
 """Milliseconds to encode with residual and to decode ``NUMEL`` elements on one H100, from
 docs/results/gpu/codecs_25mb.json; casts and float32 as its copy."""
@@ -67,7 +69,7 @@ def published(settings: Iterable[RunState], ranks: int) -> dict[str, Speeds]:
     """Return the published speeds of these settings' codecs on one H100."""
     found = {}
     for codec in codecs_of(settings, ranks):
-        encode_ms, decode_ms = H100_MS[type(codec).__name__]
+        encode_ms, decode_ms = H100_MS[name_of(type(codec), COMPRESSORS) or ""]
         start_s = 0.0 if isinstance(codec, Dense) else LAUNCH_S
         found[kind_of(codec)] = Speeds(encode_ms / 1e3 / NUMEL, decode_ms / 1e3 / NUMEL, start_s)
     return found

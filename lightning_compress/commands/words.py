@@ -94,3 +94,14 @@ def _is_list(parameters: Mapping[str, inspect.Parameter], option: str) -> bool:
 
 def _listed(value: str) -> str:
     return value if value.startswith("[") else dumps([each for each in value.split(",") if each])
+
+
+def above_zero(name: str, value: float) -> float:
+    """Return a number of the command line.
+
+    Raises:
+        ValueError: it is not finite, or not above 0.
+    """
+    if not 0 < value < float("inf"):
+        raise ValueError(f"--{name.replace('_', '-')} {value:g}: it must be a number above 0")
+    return value
