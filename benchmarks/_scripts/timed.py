@@ -69,6 +69,6 @@ class Timer(Callback):
 if __name__ == "__main__":
     file, count, names, module, *words = sys.argv[1:]
     timer = Timer(Path(file), int(count), names.split(","))
-    callback_connector._load_external_callbacks = lambda group: [timer]
+    callback_connector._load_external_callbacks = lambda group: [timer]  # type: ignore[attr-defined]
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -45,6 +45,7 @@ class Job:
         gpu: the name of the GPU that trains; empty: a CPU does, or it is not known.
         ranks: of the script that was measured; 1: it trained alone.
         link: between them; None: it was not measured.
+        one_machine: no message leaves this machine.
         notes: what the user should know about the measurement.
     """
 
@@ -56,6 +57,7 @@ class Job:
     gpu: str = ""
     ranks: int = 1
     link: Link | None = None
+    one_machine: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -68,14 +70,12 @@ class Where:
         link: of each.
         words: the link, as a user calls it.
         prints: this process prints the table; others of the job have helped to measure.
-        measured: the link was measured, by all ranks at once.
     """
 
     ranks: int
     link: Link
     words: str
     prints: bool = True
-    measured: bool = False
 
 
 def of(
@@ -112,9 +112,12 @@ def where(job: Job, ranks: int | None, gbit: float | None, latency_us: float) ->
     if ranks is not None and gbit is not None:
         link = link_of(gbit, latency_us)
         speed = f"{gbit:g} Gbit/s" if gbit >= 1 else f"{1e3 * gbit:g} Mbit/s"
-        return Where(ranks, link, f"{speed} ({1e-6 * 8 * link.bytes_per_s:,.0f} Mbit/s of data), {latency_us:g} us")
+        data = 8e-6 * link.bytes_per_s
+        digits = f"{data:,.0f}" if data >= 100 else f"{data:.2g}"
+        return Where(ranks, link, f"{speed} ({digits} Mbit/s of data), {latency_us:g} us")
     if job.link is not None:
-        return Where(job.ranks, job.link, f"{job.link} (measured)", measured=True)
+        memory = ", the memory of this machine; give --ranks and --gbit for a network" if job.one_machine else ""
+        return Where(job.ranks, job.link, f"{job.link} (measured{memory})")
     if "WORLD_SIZE" not in os.environ:
         raise ValueError("the script trained in one process, which sends nothing: give --ranks and --gbit")
     dist.init_process_group("gloo")
@@ -123,7 +126,7 @@ def where(job: Job, ranks: int | None, gbit: float | None, latency_us: float) ->
         if collective.size < 2:
             raise ValueError("there is one rank, which sends nothing: start two or more, or give --ranks and --gbit")
         link = time_link(collective, torch.device("cpu"))
-        return Where(collective.size, link, f"{link} (measured)", collective.rank == 0, measured=True)
+        return Where(collective.size, link, f"{link} (measured)", collective.rank == 0)
     finally:
         dist.destroy_process_group()
 
@@ -144,8 +147,6 @@ def _scripted(script: str, args: Sequence[str], optimizer: Optimizer | None) -> 
     notes = [f"Computing: the median of {found.steps} steps of {script}{batches}, on {on}, without averaging."]
     if found.dtype != "float32":
         notes.append(f"Its parameters are {found.dtype}: DDP sends half of the bytes above, and gains that much.")
-    if found.one_machine:
-        notes.append("All ranks are on this machine: the link is its memory. Give --ranks and --gbit for a network.")
     return Job(
         parameters=[(name, tuple(shape)) for name, shape in found.parameters],
         compute_ms=found.compute_ms,
@@ -155,6 +156,7 @@ def _scripted(script: str, args: Sequence[str], optimizer: Optimizer | None) -> 
         gpu="" if found.device == "cpu" else found.device,
         ranks=found.ranks,
         link=Link(**found.link) if found.link else None,
+        one_machine=found.one_machine,
         notes=tuple(notes),
     )
 

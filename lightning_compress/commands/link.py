@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from json import dumps
 
 
@@ -20,6 +21,8 @@ def link(json: bool = False) -> None:
             "--nproc-per-node 1 --node-rank 0 --master-addr HOST --master-port 29500 "
             "--no-python lightning-compress link"
         )
+    if os.environ["RANK"] == "0":
+        print("waiting for all ranks, then measuring", file=sys.stderr, flush=True)
     import torch
     import torch.distributed as dist
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -303,12 +304,18 @@ def test_a_script_is_measured(tmp_path, monkeypatch, capfd):
     assert found["notes"][0] == (
         "Computing: the median of 30 steps of train.py, each of 2 batches, on the CPU, without averaging."
     )
-    assert "All ranks are on this machine" in found["notes"][1]
     assert found["rows"][0]["megabytes"] == pytest.approx(2 * 3 / 4 * 4 * 2 * 65 * 64 / 1e6, rel=0.01)
     assert found["rows"][2]["loss"] == 0.0
     assert "running train.py for about 35 steps" in shown.err
     assert "THE FIT ENDED" not in shown.err
     assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").iterdir())
+
+
+def test_a_measured_link_is_taken_unless_one_is_given():
+    job = jobs.Job(MODEL, 10.0, "sgd", ranks=3, link=Link(2e-4, 1e7))
+    assert jobs.where(job, None, None, 100.0) == jobs.Where(3, job.link, "80 Mbit/s and 200 us (measured)")
+    assert jobs.where(job, 8, 0.1, 50.0).link == Link(5e-5, pytest.approx(0.94 * 1.25e7))
+    assert "the memory of this machine" in jobs.where(replace(job, one_machine=True), None, None, 100.0).words
 
 
 def test_a_script_that_does_not_train_is_refused(tmp_path, monkeypatch):
