@@ -23,7 +23,7 @@ class Parser(ArgumentParser):
         parser: ArgumentParser = getattr(ex, "subcommand_parser", None) or self
         prog = parser.prog.replace(" [options]", "")
         options = [each for action in parser._actions for each in action.option_strings]
-        self.exit(2, f"{self.prog}: {in_a_line(message, options)}; see {prog} --help\n")
+        self.exit(2, f"{prog}: {in_a_line(message, options)}; see {prog} --help\n")
 
 
 def in_a_line(message: str, options: Sequence[str]) -> str:
