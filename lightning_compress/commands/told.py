@@ -43,7 +43,8 @@ def tell(job: Job, where: Where, cores_per_rank: float | None, device: str | Non
     losses = LOSSES_OF_MUON if job.optimizer == "muon" else LOSSES
     notes = [*job.notes, source, losses]
     if as_json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "advice": advice(rows), "notes": notes}, indent=2))
+        found = {"rows": [asdict(row) for row in rows], "advice": advice(rows), "notes": notes}
+        print(json.dumps(found | {"compute_ms": job.compute_ms, "ranks": where.ranks}, indent=2))
         return
     numel = sum(prod(shape) for _, shape in job.parameters)
     title = f"{numel / 1e6:,.3g} M parameters, {where.ranks} ranks, {where.words}, computing {job.compute_ms:.3g} ms"
