@@ -11,16 +11,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
-from lightning_compress.collectives import TorchCollective
 from lightning_compress.commands import script as scripts
 from lightning_compress.commands.called import called
+from lightning_compress.commands.ranks import between_ranks
 from lightning_compress.commands.words import above_zero
 from lightning_compress.planning.cost import Link
-from lightning_compress.planning.link import time_link
 from lightning_compress.settings.rules import Shape
 
 Parameters = Sequence[tuple[str, Shape]]
@@ -120,15 +117,8 @@ def where(job: Job, ranks: int | None, gbit: float | None, latency_us: float) ->
         return Where(job.ranks, job.link, f"{job.link} (measured{memory})")
     if "WORLD_SIZE" not in os.environ:
         raise ValueError("the script trained in one process, which sends nothing: give --ranks and --gbit")
-    dist.init_process_group("gloo")
-    try:
-        collective = TorchCollective()
-        if collective.size < 2:
-            raise ValueError("there is one rank, which sends nothing: start two or more, or give --ranks and --gbit")
-        link = time_link(collective, torch.device("cpu"))
-        return Where(collective.size, link, f"{link} (measured)", collective.rank == 0)
-    finally:
-        dist.destroy_process_group()
+    link, rank, count = between_ranks("there is one rank, which sends nothing: start two or more")
+    return Where(count, link, f"{link} (measured)", rank == 0)
 
 
 def link_of(gbit: float, latency_us: float) -> Link:
