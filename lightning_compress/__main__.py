@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from jsonargparse import auto_cli
 
-COMMANDS = ("advise", "doctor", "link", "compare", "compressors")
-"""Each is a function in the module of ``lightning_compress.commands`` that is named like it."""
+from lightning_compress import __version__
+from lightning_compress.commands.words import Parser, spelled
+
+COMMANDS = {
+    "advise": "advise",
+    "doctor": "doctor",
+    "link": "link",
+    "compare": "compared",  # jsonargparse would look for a ``compare`` in our package, and so import torch
+    "compressors": "compressors",
+}
+"""Commands, and their functions in the module of ``lightning_compress.commands`` that is named like the command. These
+modules import what takes long, such as torch, when the function runs: help must come at once."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -22,17 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: of the command line; None: ``sys.argv``.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    first = words[0] if words else "--help"
-    needed = [first] if first in (*COMMANDS, "-h", "--help") else COMMANDS  # else a file may name any of them
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if words[0] in COMMANDS:
+        words = spelled(words, command(words[0]))
+    functions: Any = {name: command(name) for name in COMMANDS}
     try:
-        auto_cli(
-            [command(name) if name in needed else only_described(name) for name in COMMANDS],
-            args=spelled(words),
-            prog="lightning-compress",
-        )
+        auto_cli(functions, args=words, prog="lightning-compress", parser_class=Parser, version=__version__)
+        sys.stdout.flush()
     except ValueError as error:
         sys.exit(f"lightning-compress: {error}")
+    except BrokenPipeError:  # its reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails to flush at its end
+        sys.exit(141)
 
 
 def command(name: str) -> Callable[..., Any]:
@@ -41,45 +50,8 @@ def command(name: str) -> Callable[..., Any]:
     Args:
         name: one of ``COMMANDS``.
     """
-    function: Callable[..., Any] = getattr(import_module(f"lightning_compress.commands.{name}"), name)
+    function: Callable[..., Any] = getattr(import_module(f"lightning_compress.commands.{name}"), COMMANDS[name])
     return function
-
-
-def only_described(name: str) -> Callable[[], None]:
-    """Return what stands in the help for a command that does not run. The imports of those that run take seconds.
-
-    Args:
-        name: one of ``COMMANDS``.
-    """
-
-    def function() -> None: ...
-
-    source = Path(__file__).with_name("commands") / f"{name}.py"
-    parts = ast.parse(source.read_text()).body
-    real = next(each for each in parts if isinstance(each, ast.FunctionDef) and each.name == name)
-    function.__name__, function.__doc__ = name, ast.get_docstring(real)
-    return function
-
-
-def spelled(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line as jsonargparse reads them.
-
-    It wants a value after each option and underscores in names; people write ``--serve`` and ``--expect-gbit 1``.
-    """
-    if not words or words[0] not in COMMANDS:
-        return list(words)
-    parameters = inspect.signature(command(words[0])).parameters
-    found: list[str] = []
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        name, equals, value = word.partition("=")
-        option = name.removeprefix("--").replace("-", "_")
-        if name.startswith("--") and option in parameters:
-            found.append(f"--{option}{equals}{value}")
-            if parameters[option].annotation == "bool" and not equals and after.lower() not in ("true", "false"):
-                found.append("true")
-        else:
-            found.append(word)
-    return found
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from lightning_compress.callbacks.meprop import MePropMixin
 from lightning_compress.callbacks.monitor import MonitorMixin
 from lightning_compress.callbacks.profile import ProfileMixin
+from lightning_compress.callbacks.script import ScriptMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
 from lightning_compress.strategies.constructors import GossipMixin, LocalSGDMixin, register_asynchronous
@@ -56,6 +57,10 @@ class MeProp(MePropMixin, Callback):
 
 class StepProfile(ProfileMixin, Callback):
     """See ``lightning_compress.StepProfile``."""
+
+
+class ScriptProfile(ScriptMixin, Callback):
+    """See ``lightning_compress.callbacks.script.ScriptProfile``."""
 
 
 class SufficientFactors(SufficientFactorsMixin, Callback):

@@ -10,7 +10,7 @@ from benchmarks._target.tasks import Task
 from benchmarks._target.times import Place, Times
 from benchmarks.harness import tables
 from benchmarks.harness.lab import bits_per_second
-from lightning_compress.commands import advise
+from lightning_compress.commands import forecast, jobs
 
 ROWS = {
     "float32 (DDP)": DENSE,
@@ -37,10 +37,10 @@ def over_measured(task: Task, place: Place, measured: dict[str, Any]) -> dict[st
         place: the link.
         measured: on it.
     """
-    parameters = advise.parameters_of(measured["parameters"], None)
-    link = advise.link_of(bits_per_second(place.rate) / 1e9, 500 * measured["ping_ms"])
+    parameters = jobs.parameters_of(measured["parameters"], None)
+    link = jobs.link_of(bits_per_second(place.rate) / 1e9, 500 * measured["ping_ms"])
     cores = min(1.0, measured["cores"] / task.ranks)
-    rows = advise.predicted(parameters, task.ranks, link, measured["ms"][FREE], task.optimizer, cores)
+    rows = forecast.predicted(parameters, task.ranks, link, measured["ms"][FREE], task.optimizer, cores)
     said = {ROWS[row.method]: row.step_ms for row in rows if row.method in ROWS}
     return {name: ms / measured["ms"][name] for name, ms in said.items() if name in measured["ms"]}
 

@@ -3,83 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import sys
 from json import dumps
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-
-from lightning_compress.commands.called import called
-from lightning_compress.comparison import Gradients
-from lightning_compress.comparison import compare as measured
-from lightning_compress.core.foreign import foreign_class
-
-MOMENTS = ("momentum_buffer", "exp_avg")
-"""What SGD and Adam call their means of past gradients."""
 
 
-def compare(source: str, compressors: list[str] | None = None, json: bool = False) -> None:
+def compared(source: str, compressors: list[str] | None = None, json: bool = False) -> None:
     """Encode and decode your gradients with each compressor: bits, error and time.
 
     ``bits`` are those of a message, per element. ``error`` is the norm of what a message loses, over the norm of what
     was encoded: 0 if everything arrives, 1 if nothing does. ``of sum`` is the same for the sum over all steps, and
     ``cosine`` belongs to the angle between a gradient and its message. ``feedback`` is on where the error of a step was
     added to the next one. ``with Adam`` is no for biased methods: Adam and AdamW need more care with them.
+    Times are those of one thread.
 
     Args:
         source: a file of gradients by torch.save; a checkpoint, whose optimizer's momentum is then taken; or
             module:function, which returns gradients by name, or a model after its backward pass.
-        compressors: names; all if none is given.
+        compressors: names, such as qsgd,onebit; all if none is given.
         json: print JSON instead of a table.
     """
-    found = measured(gradients_of(source), compressors)
+    from lightning_compress.commands.busy import load, one_thread
+    from lightning_compress.commands.gradients import gradients_of
+    from lightning_compress.comparison import compare
+
+    print("measuring; this takes some seconds for 10 million elements", file=sys.stderr, flush=True)
+    gradients = gradients_of(source)
+    with one_thread():
+        found = compare(gradients, compressors)
     print(dumps(dataclasses.asdict(found), indent=2) if json else found)
-
-
-def gradients_of(source: str) -> Gradients | list[Gradients]:
-    """Return the gradients that a command line names.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if not Path(source).exists():
-        return _called(source)
-    try:
-        content: Any = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = type(error).__name__
-        if foreign := foreign_class(error):
-            reason = f"it also holds a {foreign}"
-        raise ValueError(
-            f"{source} is not a file of tensors ({reason}); save the gradients alone, by torch.save({{name: p.grad for "
-            "name, p in model.named_parameters()}, 'gradients.pt')"
-        ) from error
-    if isinstance(content, Mapping) and "optimizer_states" in content:
-        moments = dict(_moments(content["optimizer_states"]))
-        if not moments:
-            raise ValueError(
-                f"{source}: its optimizers keep no mean of gradients (SGD with momentum, Adam and AdamW do); save "
-                "gradients by torch.save({name: p.grad for name, p in model.named_parameters()}, 'gradients.pt')"
-            )
-        return moments
-    gradients: Gradients | list[Gradients] = content
-    return gradients
-
-
-def _moments(states: Any) -> Iterator[tuple[str, Tensor]]:
-    for number, optimizer in enumerate(states):
-        for place, state in optimizer["state"].items():
-            for name in MOMENTS:
-                if isinstance(tensor := state.get(name), Tensor):
-                    yield f"optimizer {number}, parameter {place}", tensor
-
-
-def _called(source: str) -> Gradients:
-    fix = "write module:function, of a function that takes no arguments and returns gradients by name"
-    given: Any = called(source, f"{source} is neither a file nor a function", fix)
-    if isinstance(given, nn.Module):
-        return {name: each.grad for name, each in given.named_parameters() if each.grad is not None}
-    gradients: Gradients = given
-    return gradients
+    if busy := load():
+        print(f"{busy}: these times are too high", file=sys.stderr)

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import inspect
 from json import dumps
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
-from lightning_compress.codecs import Codec
 from lightning_compress.commands.uses import USES
-from lightning_compress.core.layout import Layout
-from lightning_compress.corrections import Corrected
-from lightning_compress.settings.compensation import MEASURED, Optimizer, automatic, loss_of
-from lightning_compress.settings.parsing import COMPRESSORS
 
-KINDS: tuple[Optimizer, ...] = ("sgd", "adam", "muon")
-SAMPLE = Layout.of([("weight", (1024, 1024))])
+KINDS: tuple[Literal["sgd", "adam", "muon"], ...] = ("sgd", "adam", "muon")
+SIDE = 1024
+"""Rows and columns of the matrix of which the bits are."""
 
 
 def compressors(contrib: bool = False, json: bool = False) -> None:
@@ -28,6 +20,12 @@ def compressors(contrib: bool = False, json: bool = False) -> None:
         contrib: also those that stand here for comparison.
         json: print JSON instead of a table.
     """
+    from rich.console import Console
+    from rich.table import Table
+
+    from lightning_compress.settings.compensation import MEASURED
+    from lightning_compress.settings.parsing import COMPRESSORS
+
     names = [each for each in COMPRESSORS.choices if contrib or ".contrib." not in COMPRESSORS[each].__module__]
     found = [described(name) for name in names]
     if json:
@@ -51,13 +49,22 @@ def compressors(contrib: bool = False, json: bool = False) -> None:
 
 def described(name: str) -> dict[str, Any]:
     """Return a row: name, bits per element or None, percent of loss by optimizer or None, and when to use it."""
+    import torch
+
+    from lightning_compress.codecs import Codec
+    from lightning_compress.core.layout import Layout
+    from lightning_compress.corrections import Corrected
+    from lightning_compress.settings.compensation import automatic, loss_of
+    from lightning_compress.settings.parsing import COMPRESSORS
+
     cls = COMPRESSORS[name]
     built = cls()
     codec = built.codec if isinstance(built, Corrected) else built
     bits = None
     losses: dict[str, float | None] = dict.fromkeys(KINDS)
     if isinstance(codec, Codec):
-        bits = 8 * codec.plan(SAMPLE, torch.device("cpu")).expected_size / SAMPLE.numel
+        sample = Layout.of([("weight", (SIDE, SIDE))])
+        bits = 8 * codec.plan(sample, torch.device("cpu")).expected_size / sample.numel
     if isinstance(built, Codec):
         losses |= {kind: loss_of(built, kind, automatic(built, kind)) for kind in KINDS}
     own = (inspect.getdoc(cls) or "").partition("\n")[0].replace("`", "")  # of a package's own compressor

@@ -7,12 +7,7 @@ import subprocess
 import sys
 import threading
 
-import torch
-
-from lightning_compress.codecs import Codec
 from lightning_compress.commands.host import Crowd
-from lightning_compress.planning.link import LARGE, time_codec
-from lightning_compress.settings.parsing import build_compressor
 
 LIMIT = 120.0
 """Seconds after which the processes are killed."""
@@ -73,6 +68,12 @@ def _heard(process: subprocess.Popen[str]) -> str:
 
 def _work() -> None:
     """Say the number of threads, and then the milliseconds of a codec for each line that comes in."""
+    import torch
+
+    from lightning_compress.codecs import Codec
+    from lightning_compress.planning.link import LARGE, time_codec
+    from lightning_compress.settings.parsing import build_compressor
+
     device, codec = torch.device("cpu"), build_compressor("rotated")
     assert isinstance(codec, Codec)
     time_codec(codec, device)

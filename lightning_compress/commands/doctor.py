@@ -128,6 +128,8 @@ def _check(
 
 def _here(ranks: int) -> tuple[Host, list[Finding]]:
     """Return this host's facts, and what kept its codec times from being measured."""
+    if ranks > 1:
+        print(f"timing a codec in {ranks} processes", file=sys.stderr, flush=True)
     try:
         timed = crowd.measured(ranks) if ranks > 1 else Crowd()
     except RuntimeError as error:

@@ -17,10 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_compress import kernels
-
 INTERFACES = Path("/sys/class/net")
 PACKAGES = ("torch", "lightning", "lightning-compress", "numba", "numpy", "triton")
 LOOKUP = 10.0
@@ -117,6 +113,8 @@ class Host:
     @classmethod
     def here(cls, crowd: Crowd) -> Host:
         """Return the facts of this host."""
+        import torch  # takes a second, and help must come at once
+
         name = socket.gethostname()
         return cls(
             name=name,
@@ -203,6 +201,10 @@ def _interfaces() -> dict[str, str]:
 
 
 def _without_kernels() -> str:
+    import torch
+
+    from lightning_compress import kernels
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
 from json import dumps
-
-import torch
-import torch.distributed as dist
-
-from lightning_compress.collectives import TorchCollective
-from lightning_compress.planning.link import time_link
 
 
 def link(json: bool = False) -> None:
@@ -26,14 +21,11 @@ def link(json: bool = False) -> None:
             "--nproc-per-node 1 --node-rank 0 --master-addr HOST --master-port 29500 "
             "--no-python lightning-compress link"
         )
-    dist.init_process_group("gloo")
-    try:
-        ranks = TorchCollective()
-        if ranks.size < 2:
-            raise ValueError("link: there is one rank, which sends nothing; start two or more")
-        found = time_link(ranks, torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
-    if ranks.rank == 0:
+    if os.environ["RANK"] == "0":
+        print("waiting for all ranks, then measuring", file=sys.stderr, flush=True)
+    from lightning_compress.commands.ranks import between_ranks
+
+    found, rank, ranks = between_ranks("link: there is one rank, which sends nothing; start two or more")
+    if rank == 0:
         figures = {"latency_s": float(f"{found.latency_s:.2g}"), "bytes_per_s": float(f"{found.bytes_per_s:.3g}")}
-        print(dumps(figures) if json else f"{found} among {ranks.size} ranks: {figures}")
+        print(dumps(figures) if json else f"{found} among {ranks} ranks: {figures}")

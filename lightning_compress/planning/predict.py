@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -74,7 +74,11 @@ def backward_seconds(buckets: Sequence[Bucket]) -> float:
 
 
 def predict(
-    settings: RunState | None, parameters: Sequence[tuple[str, Shape]], place: Place, computing_s: float
+    settings: RunState | None,
+    parameters: Sequence[tuple[str, Shape]],
+    place: Place,
+    computing_s: float,
+    ready: Mapping[str, float] | None = None,
 ) -> Prediction:
     """Predict a step.
 
@@ -83,24 +87,26 @@ def predict(
         parameters: names and shapes, in the model's order.
         place: where it trains.
         computing_s: seconds of a step without communication.
+        ready: the part of these seconds after which each gradient is complete, 0 to 1, by name; None: not known.
     """
-    total = sum(prod(shape) for _, shape in parameters)
+    if ready:  # DistributedDataParallel fills its buckets as gradients come
+        parameters = sorted(parameters, key=lambda each: -ready[each[0]])
+    parts, filled = _parts(parameters, ready), place.bucket_bytes if settings else BUCKET
     running = settings or RunState.of("none", AllReduce())
     offers = dict[object, Offer]()  # large models have many buckets that are alike
     buckets = []
-    for bucket in buckets_of(parameters, place.bucket_bytes if settings else BUCKET):
-        share = sum(prod(shape) for _, shape in bucket) / total
+    for bucket in buckets_of(parameters, filled):
         alike = tuple((running.rules.method_of(name, shape), shape) for name, shape in bucket)
         offer = offers[alike] = offers.get(alike) or place.offer(running, bucket)
         device_s = offer.device_s if settings else 0.0  # DistributedDataParallel sends its buckets as they are
         sent = offer.plan.cost.bytes_sent
-        backward_s = computing_s * BACKWARD * share
+        backward_s = computing_s * sum(parts[name] for name, _ in bucket)
         buckets.append(Bucket(backward_s, device_s, offer.seconds - offer.device_s, sent, offer.plan.description))
     device_s, exchange_s = sum(each.device_s for each in buckets), sum(each.device_s + each.wire_s for each in buckets)
     if settings and settings.options.delay:  # messages travel beside all of the next step
         step_s = max(computing_s + device_s, exchange_s)
     elif place.hides:
-        step_s = computing_s * (1 - BACKWARD) + backward_seconds(buckets)
+        step_s = computing_s * (1 - sum(parts.values())) + backward_seconds(buckets)
     else:
         step_s = computing_s + exchange_s
     return Prediction(
@@ -109,6 +115,20 @@ def predict(
         bytes_sent=sum(each.bytes_sent for each in buckets),
         exchange=", ".join(dict.fromkeys(each.exchange for each in buckets)),
     )
+
+
+def _parts(parameters: Sequence[tuple[str, Shape]], ready: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the part of a step's computing that passes until each gradient is complete, after the one before it.
+
+    If it is not known, gradients of equal size take equal parts of the backward pass.
+    """
+    if not ready:
+        total = sum(prod(shape) for _, shape in parameters)
+        return {name: BACKWARD * prod(shape) / total for name, shape in parameters}
+    found, before = dict[str, float](), 0.0
+    for name, _ in reversed(parameters):
+        found[name], before = ready[name] - before, ready[name]
+    return found
 
 
 def buckets_of(parameters: Sequence[tuple[str, Shape]], most: int) -> list[list[tuple[str, Shape]]]:
@@ -139,12 +159,14 @@ class Place:
         bucket_bytes: of DistributedDataParallel's buckets where something is compressed.
         hides: exchanges run beside the backward pass. They do not where it keeps all cores busy: encoding, Gloo and the
             kernel's network stack then take from it what they save.
+        device: that encodes.
     """
 
     ranks: int
     planner: Auto
     bucket_bytes: int = BUCKET
     hides: bool = True
+    device: torch.device = CPU
 
     def offer(self, settings: RunState, bucket: Sequence[tuple[str, Shape]]) -> Offer:
         """Return the predicted exchange of a bucket.
@@ -156,7 +178,7 @@ class Place:
         if reducers := [each.method for each in sections if isinstance(each.method, Reducer)]:
             raise ValueError(f"{reducers[0]} communicates between its stages: no model predicts its time")
         way = settings.exchange if isinstance(settings.exchange, Exchange) else None
-        return self.planner.offer(sections, World(Absent(self.ranks), CPU, Meter(CPU)), way)
+        return self.planner.offer(sections, World(Absent(self.ranks), self.device, Meter(CPU)), way)
 
 
 class Absent(Collective):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_compress.__main__ import main
-from lightning_compress.commands.compare import gradients_of
+from lightning_compress.commands.gradients import gradients_of
 from lightning_compress.settings.parsing import COMPRESSORS
 
 
@@ -23,8 +23,10 @@ def _trained(optimizer):
 def test_gradients_of_a_file(tmp_path, capsys):
     model, _ = _trained(torch.optim.AdamW)
     torch.save({name: each.grad for name, each in model.named_parameters()}, tmp_path / "gradients.pt")
-    main(["compare", str(tmp_path / "gradients.pt"), "--compressors", "[topk,rotated]", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    main(["compare", str(tmp_path / "gradients.pt"), "--compressors", "topk,rotated", "--json"])
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert "measuring" in shown.err
     assert [row["compressor"] for row in found["rows"]] == ["topk", "rotated"]
     assert found["numel"] == 64 * 64
 

@@ -13,13 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.harness.lab import Lab
-from lightning_compress.__main__ import spelled
+from lightning_compress import kernels
+from lightning_compress.__main__ import command
 from lightning_compress.commands import crowd, diagnosis, host, peer, transfer
 from lightning_compress.commands.diagnosis import Direction, End, Finding, nccl_takes
 from lightning_compress.commands.doctor import Report, doctor
 from lightning_compress.commands.host import Crowd, Host, Route
 from lightning_compress.commands.peer import Asking, PeerError, Serving
 from lightning_compress.commands.transfer import Flow
+from lightning_compress.commands.words import spelled
 from tests.helpers import forked
 from tests.helpers.labs import root
 from tests.helpers.ports import free_port
@@ -191,7 +193,7 @@ def test_facts_of_this_host_survive_json():
 
 
 def test_kernels_that_are_turned_off_are_a_fact(monkeypatch):
-    monkeypatch.setattr(host.kernels, "_asked", "torch")
+    monkeypatch.setattr(kernels, "_asked", "torch")
     monkeypatch.setenv("LIGHTNING_COMPRESS_KERNELS", "torch")
     assert Host.here(Crowd()).kernels == "LIGHTNING_COMPRESS_KERNELS=torch"
 
@@ -227,11 +229,16 @@ def test_wrong_arguments_are_refused(arguments, error):
 
 
 def test_options_are_spelled_as_people_do():
-    assert spelled(["doctor", "--serve", "--expect-gbit", "1"]) == ["doctor", "--serve", "true", "--expect_gbit", "1"]
-    assert spelled(["doctor", "--serve", "false", "--peer=a-b"]) == ["doctor", "--serve", "false", "--peer=a-b"]
-    assert spelled(["doctor", "--json=true", "--help"]) == ["doctor", "--json=true", "--help"]
-    assert spelled(["advise", "--json"]) == ["advise", "--json", "true"]
-    assert spelled(["--help"]) == ["--help"]
+    for words, meant in (
+        ("doctor --serve --expect-gbit 1", "doctor --serve true --expect_gbit 1"),
+        ("doctor --serve false --peer=a-b", "doctor --serve false --peer=a-b"),
+        ("doctor --json=true --help", "doctor --json=true --help"),
+        ("advise --json", "advise --json true"),
+        ("advise --script a.py --json -- --lr 1", 'advise --script a.py --json true --args=["--lr", "1"]'),
+        ("compare a.pt --compressors qsgd,onebit --json", 'compare a.pt --compressors=["qsgd", "onebit"] --json true'),
+        ("compare --compressors=[qsgd] a.pt", "compare --compressors=[qsgd] a.pt"),
+    ):
+        assert " ".join(spelled(words.split(), command(words.split()[0]))) == meant
 
 
 def test_a_report_shows_what_to_do(capsys):

@@ -56,7 +56,8 @@ def test_what_ships(installed):
     names = set(zipfile.ZipFile(installed[0]).namelist())
     wanted = {f"lightning_compress/conf/compressor/{name}.yaml" for name in COMPRESSORS.offered}
     wanted |= {f"lightning_compress/conf/exchange/{name}.yaml" for name in EXCHANGES.offered}
-    wanted |= {"lightning_compress/conf/__init__.py", "lightning_compress/py.typed", "lightning_compress_hydra.py"}
+    wanted |= {"lightning_compress/conf/__init__.py", "lightning_compress/py.typed"}
+    wanted |= {"lightning_compress_advise.py", "lightning_compress_hydra.py"}
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_compress").rglob("*.py")}
     assert wanted <= names
     assert not [name for name in names if name.startswith(("recipes", "tests", "benchmarks", "conf/"))]

@@ -61,6 +61,15 @@ def test_exchanges_run_beside_backward():
     assert 0 < slow - instant < 0.8 * 12.5e6 * 2 / 1e9  # the last bucket's message alone, of three layers of four
 
 
+def test_what_is_ready_early_travels_beside_the_rest_of_backward():
+    model, here = [(name, (4096, 2048)) for name in "abc"], place(Link(1e-9, 1e9))  # 34 MB each: a bucket
+    early, late = ({"a": 0.9, "b": first, "c": first} for first in (0.3, 0.9))
+    alone = predict(None, model, here, 0.0).exchange_s
+    assert 0.07 < alone < 0.2
+    assert predict(None, model, here, 1.0, early).step_s == pytest.approx(1.0 + alone / 3)
+    assert predict(None, model, here, 1.0, late).step_s == pytest.approx(1.0 + alone)
+
+
 @pytest.mark.parametrize(("computing", "longer"), [(0.5, 0.0), (4.0, 4.0)])
 def test_with_a_delay_a_step_takes_the_longer_of_computing_and_communication(computing, longer):
     model, link = shapes(nn.Linear(2048, 2048)), Link(1e-6, 1e7)  # 1.7 s in float32
