@@ -12,7 +12,7 @@ from typing import Any
 
 from jsonargparse import auto_cli
 
-COMMANDS = ("advise", "doctor", "link", "compare", "compressors")
+COMMANDS = ("advise", "doctor", "link", "compare", "compressors", "docs")
 """Each is a function in the module of ``lightning_compress.commands`` that is named like it."""
 
 

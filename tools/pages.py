@@ -23,6 +23,7 @@ from lightning_compress.settings.automatic import Automatic
 from lightning_compress.settings.compensation import automatic
 from lightning_compress.settings.parsing import COMPRESSORS
 from tools.docstring import Docstring
+from tools.signatures import strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -193,6 +194,7 @@ def contributing() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "reference/compressors.md": compressor_cards,
     "reference/command-line.md": command_line,
+    "reference/strategies.md": lambda: strategies(NOTE),
     "contributing.md": contributing,
 }
 """What makes each page, by its path under docs/."""
