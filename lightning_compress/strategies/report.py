@@ -86,18 +86,19 @@ class StepClock:
         return statistics.median_low(medians) if medians else None
 
 
-def of_fit(compression: Compression, ranks: int, clock: StepClock) -> Lines:
+def of_fit(compression: Compression, ranks: int, clock: StepClock, *, hides: bool = True) -> Lines:
     """Return the figures of a fit that averaged gradients; nothing if it neither compressed nor chose not to.
 
     Args:
         compression: of the fit.
         ranks: 1 or more.
         clock: of its steps.
+        hides: averages travel beside the backward pass.
     """
     lines, paid = Lines(), clock.paid
     if compression.active and ranks > 1:
         stats = compression.stats()
-        lines = [traffic(stats, "step"), average(stats, first=compression.meter.sampled == 1)]
+        lines = [traffic(stats, "step"), average(stats, first=compression.meter.sampled == 1, hides=hides)]
         if compression.settings.options.delay:
             lines.append(("delay", "the average of the last step was not applied; a checkpoint keeps it"))
         if not paid and clock.median_s is not None:
@@ -204,12 +205,18 @@ def traffic(stats: Mapping[str, Any], unit: str) -> tuple[str, str]:
     return "sent", f"{size(sent)} in {count}; float32 would send {size(dense)} ({dense / max(1, sent):.3g} x as much)"
 
 
-def average(stats: Mapping[str, Any], *, first: bool = False) -> tuple[str, str]:
-    """Return what the last measured average took; ``first``: that was the run's first step."""
+def average(stats: Mapping[str, Any], *, first: bool = False, hides: bool = True) -> tuple[str, str]:
+    """Return what the last measured average took.
+
+    Args:
+        stats: of the run.
+        first: that was the run's first step.
+        hides: see ``of_fit``.
+    """
     parts = {name: stats[f"{name}_ms"] for name in ("encode", "exchange", "decode")}
     hidden = max(0.0, sum(parts.values()) - stats["wait_ms"])
     took = ", ".join(f"{name} {value:.1f} ms" for name, value in parts.items())
-    took += f"; of these, {hidden:.1f} ms were hidden behind the backward pass"
+    took += f"; of these, {hidden:.1f} ms were hidden behind the backward pass" * hides
     return "average", took + " (in the first step, which also loads kernels)" * first
 
 
