@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_compress.codecs import Dense
 from lightning_compress.collectives import World, consensus
 from lightning_compress.core import errors
 from lightning_compress.planning.choose import Auto
@@ -50,8 +51,8 @@ class Run:
 
     @property
     def float32(self) -> bool:
-        """Whether ``auto`` left the gradients to DistributedDataParallel."""
-        return self.every == 1 and self.settings.chosen is not None and self.settings.plain
+        """Whether ``auto`` chose to send gradients as they are."""
+        return self.every == 1 and self.settings.chosen is not None and dense(self.settings)
 
     def own_s(self, planner: Auto) -> float | None:
         """Return the predicted seconds of this fit's own step; None: no model predicts it."""
@@ -116,6 +117,11 @@ class Where:
     one_machine: bool = False
     planner: Auto | None = None
     source: str = ""
+
+
+def dense(settings: RunState) -> bool:
+    """Return whether nothing is compressed."""
+    return all(isinstance(method, Dense) for method in settings.methods)
 
 
 def known(settings: RunState) -> Where:

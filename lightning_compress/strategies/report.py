@@ -26,6 +26,9 @@ Lines = list[tuple[str, str]]
 LONG = 10.0
 """Seconds of training after which the end may take a second more, to measure the link."""
 
+LEAST = 5
+"""Steps without which a fit says nothing about another one's: the first ones also load kernels."""
+
 
 class StepClock:
     """The times of the last optimizer steps, from where one begins to where the next one does.
@@ -118,8 +121,8 @@ def settle(strategy: Any, compression: Compression, clock: StepClock, meeting: R
         meeting: of the ranks; None: there is one rank.
     """
     settings = compression.settings
-    if meeting is not None and meeting.signals.taken and (settings.chosen or not settings.plain):
-        run = _run(strategy, settings, clock, compression.meter if compression.active else None)
+    if meeting is not None and meeting.signals.taken and (settings.chosen or not payoff.dense(settings)):
+        run = _run(strategy, settings, clock, None if payoff.dense(settings) else compression.meter)
         clock.paid = _paid(strategy, settings, run, clock, meeting)
 
 
@@ -144,7 +147,12 @@ def _run(strategy: Any, settings: RunState, clock: StepClock, meter: Meter | Non
     """Return what a fit trained and how long it took; None if its steps say nothing about another one's."""
     trained = trained_parameters(strategy.lightning_module)
     step_s, warm = clock.median_s, settings.dense_steps * every
-    if step_s is None or len(strategy.optimizers) != 1 or any(each.element_size() != 4 for _, each in trained):
+    if (
+        step_s is None
+        or clock.kept < LEAST
+        or len(strategy.optimizers) != 1
+        or any(each.element_size() != 4 for _, each in trained)
+    ):
         return None
     if meter is not None and warm and meter.steps * every - warm < clock.kept:  # dense steps are among them
         return None

@@ -134,7 +134,7 @@ def _local(steps):
 
 
 def test_local_steps_have_both_ratios(pools):
-    (said, _), _ = pools[2].run(_local, 4)
+    (said, _), _ = pools[2].run(_local, 8)
     (ratio,) = [each for each in said if each.startswith("lightning_compress: ratio: ")]
     assert "x fewer bytes a step" in ratio
     assert "x a round" in ratio
