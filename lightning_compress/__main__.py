@@ -19,6 +19,7 @@ COMMANDS = {
     "link": "link",
     "compare": "compared",  # jsonargparse would look for a ``compare`` in our package, and so import torch
     "compressors": "compressors",
+    "docs": "docs",
 }
 """Commands, and their functions in the module of ``lightning_compress.commands`` that is named like the command. These
 modules import what takes long, such as torch, when the function runs: help must come at once."""

@@ -14,6 +14,7 @@ from lightning_compress.settings.compensation import LOSS
 from lightning_compress.settings.parsing import COMPRESSORS
 from tests.test_house import PACKAGE, ROOT
 from tools import chooser, dark, pages, recording
+from tools.signatures import ARGUMENTS
 
 DOCS = ROOT / "docs"
 IGNORED = {"contributing.md"}
@@ -48,6 +49,7 @@ def test_the_reference_has_every_public_name():
     text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     named = re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)
     assert len(named) == len(set(named))
+    named += [f"lightning_compress.{name}" for name in ARGUMENTS]
     assert {f"lightning_compress.{name}" for name in lightning_compress.__all__} <= set(named)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
 PAGE = re.compile(r"\bdocs/([\w/-]+)(?:\.md)?\b")
-ENTRY = re.compile(r"^    (\w+): (.*)$")
+ENTRY = re.compile(r"^    \*{0,2}(\w+): (.*)$")
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Docstring:
         summary: the first line.
         text: the paragraphs before its sections.
         arguments: text of each argument, by name.
+        raises: the errors and when they are raised.
         sources: the paragraphs after its sections, such as papers.
     """
 
@@ -26,6 +27,7 @@ class Docstring:
     text: str
     arguments: dict[str, str]
     sources: str
+    raises: str = ""
 
     @classmethod
     def of(cls, documented: object) -> Docstring:
@@ -33,18 +35,22 @@ class Docstring:
         before: list[str] = []
         after: list[str] = []
         entries: list[str] = []
+        raised: list[str] = []
         section = ""
         for line in (inspect.getdoc(documented) or "").splitlines():
             if SECTION.match(line):
                 section = line
             elif section == "Args:" and line.startswith(" "):
                 entries.append(line)
+            elif section == "Raises:" and line.startswith(" "):
+                raised.append(re.sub(r"^(\w+):", r"``\1``:", line.strip()))
             elif not section:
                 before.append(line)
             elif line and not line.startswith(" "):
                 after.append(line)
         summary, _, text = "\n".join(before).partition("\n")
-        return cls(markdown(summary), markdown(text.strip()), _arguments(entries), markdown("\n".join(after)))
+        parts = markdown(summary), markdown(text.strip()), _arguments(entries), markdown("\n".join(after))
+        return cls(*parts, markdown(" ".join(raised)))
 
 
 def markdown(text: str) -> str:

@@ -24,6 +24,7 @@ from lightning_compress.settings.compensation import automatic
 from lightning_compress.settings.parsing import COMPRESSORS
 from tools import chooser
 from tools.docstring import Docstring
+from tools.signatures import strategies
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -185,6 +186,7 @@ def contributing() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "reference/compressors.md": compressor_cards,
     "reference/command-line.md": command_line,
+    "reference/strategies.md": lambda: strategies(NOTE),
     "contributing.md": contributing,
     "chooser.svg": chooser.picture,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from lightning_compress.settings.parsing import must
 class MonitorMixin:
     """Makes a ``Callback`` a communication monitor; see ``CommunicationMonitor``."""
 
-    def __init__(self, prefix: str = "comm/", progress_bar: bool = True, summary: bool = False) -> None:
+    def __init__(
+        self, prefix: str = "comm/", progress_bar: bool = True, summary: bool = False, **unknown: object
+    ) -> None:
+        for name, given in unknown.items():
+            counts = isinstance(given, int) and not isinstance(given, bool)
+            instead = (
+                f"it logs when Lightning does: Trainer(log_every_n_steps={given})"
+                if counts
+                else "it has prefix, progress_bar and summary"
+            )
+            raise ValueError(f"CommunicationMonitor has no argument {name!r}; {instead}")
         must(lambda value: isinstance(value, str), "a text, such as 'comm/'")("prefix", prefix)
         for name, given in (("progress_bar", progress_bar), ("summary", summary)):
             must(lambda value: isinstance(value, bool), "True or False")(name, given)
@@ -64,13 +75,16 @@ class MonitorMixin:
         for logger in () if written else trainer.loggers:
             logger.log_metrics(figures, row)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Print the figures of the fit as a table."""
-        if self.summary and _tells(trainer) and trainer.is_global_zero:
-            table = Table(title="lightning_compress", show_header=False)
-            for name, text in trainer.strategy.report():
-                table.add_row(name, text)
-            Console().print(table)
+    def show(self, lines: Iterable[tuple[str, str]]) -> None:
+        """Print the figures of a fit as a table.
+
+        Args:
+            lines: what each figure is about, and the figure.
+        """
+        table = Table(title="lightning_compress", show_header=False)
+        for name, text in lines:
+            table.add_row(name, text)
+        Console().print(table)
 
 
 def _tells(trainer: Any) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,6 +19,8 @@ from lightning_compress.kernels import program
 SPANS = ("encode", "exchange", "decode")
 WAIT = "wait"
 """What the end of a backward pass waits for averages, which nothing hides."""
+KEPT = 200
+"""Steps whose times are kept."""
 
 
 def least_ms(device: torch.device, repeats: int, work: Callable[[], object], before: Callable[[], object]) -> float:
@@ -76,6 +80,7 @@ class Meter:
         self._last = (0, 0)
         self._spans: list[tuple[str, object, object]] = []  # of the last sampled step; on CUDA, read on request only
         self._errors: list[tuple[Tensor, Tensor]] = []
+        self._waiting, self._waits = 0.0, deque[float](maxlen=KEPT)
         self.encode: AbstractContextManager[None] = nullcontext()
         self.exchange: AbstractContextManager[None] = self.encode
         self.decode: AbstractContextManager[None] = self.encode
@@ -85,12 +90,13 @@ class Meter:
         self.sample_every, self.steps, self.sampled = before.sample_every, before.steps, before.sampled
         self.bytes_sent, self.bytes_dense = before.bytes_sent, before.bytes_dense
         self._last, self._spans, self._errors = before._last, before._spans, before._errors
+        self._waits = before._waits
 
     def begin_step(self) -> None:
         """Begin a step, and sample it if that is due."""
         due = self.steps == 0 or (self.steps + 1) % self.sample_every == 0 if self.sample_every else False
         self.sampling = due
-        self._started = (self.bytes_sent, self.bytes_dense)
+        self._started, self._waiting = (self.bytes_sent, self.bytes_dense), 0.0
         if due:
             self._spans, self._errors = [], []
             self.encode, self.exchange, self.decode = (_Span(name, self._now, self._spans) for name in SPANS)
@@ -98,6 +104,7 @@ class Meter:
     def end_step(self) -> None:
         """End the step and count it."""
         self.steps += 1
+        self._waits.append(self._waiting)
         if self.sampling:
             self.sampled, self.sampling = self.steps, False
             self.encode = self.exchange = self.decode = nullcontext()
@@ -111,14 +118,22 @@ class Meter:
         return event
 
     def waited(self, since: float, until: float | None = None) -> None:
-        """Record that backward's end waited for averages, if this step is sampled; on CPUs.
+        """Record that backward's end waited for averages; on CPUs.
 
         Args:
             since: ``time.perf_counter()`` when it began to wait.
             until: when it ended; None: now.
         """
+        ended = time.perf_counter() if until is None else until
+        self._waiting += ended - since
         if self.sampling:
-            self._spans.append((WAIT, since, time.perf_counter() if until is None else until))
+            self._spans.append((WAIT, since, ended))
+
+    @property
+    def median_wait_ms(self) -> float | None:
+        """Median milliseconds that backward's end waited for averages, or None: not known, as on CUDA."""
+        known = self._waits if self.device.type == "cpu" else ()
+        return 1e3 * statistics.median(known) if known else None
 
     def add_error(self, before: Tensor, after: Tensor) -> None:
         """Record the norm of a vector before encoding, and the norm of what was not sent."""

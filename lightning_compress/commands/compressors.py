@@ -42,7 +42,8 @@ def compressors(contrib: bool = False, json: bool = False) -> None:
     console.print(table)
     console.print(
         "bits: of a message, per element, with the default settings. loss: above that of float32 in our runs (a "
-        "character LSTM, docs/results/accuracy.md; with Muon a character GPT, docs/choose.md); empty: not measured.",
+        "character LSTM: lightning-compress docs accuracy; with Muon a character GPT: lightning-compress docs choose); "
+        "empty: not measured.",
         highlight=False,
     )
 

@@ -200,6 +200,10 @@ def build(kind: str, given: object, known: Mapping[str, type], bases: tuple[type
     """
     if isinstance(given, bases):
         return given
+    if isinstance(given, type) and issubclass(given, bases):
+        raise ValueError(
+            f"{kind}={given.__name__} is a class; write {kind}={given.__name__}(), which makes an object of it"
+        )
     settings = {"name": given} if isinstance(given, str) else given
     if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
         raise ValueError(

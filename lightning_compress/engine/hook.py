@@ -261,10 +261,9 @@ class ThreadHook(Hook):
         return future
 
     def _wait(self) -> None:
-        start, meter = time.perf_counter(), self._compression.meter
+        start = time.perf_counter()
         self._workers.wait()
-        if meter.sampling:
-            meter.waited(start)
+        self._compression.meter.waited(start)
 
 
 def bucket_of(compression: Compression, parameters: Sequence[Tensor]) -> tuple[str, ...]:

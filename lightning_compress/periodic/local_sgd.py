@@ -154,6 +154,7 @@ class LocalSGD(Synchroniser):
         alone = RunState.of("none", on_nonfinite=policy, check_drift_every=0)  # one rank sends nothing
         settings = self.settings if self.ranks.size > 1 else alone
         settings = decide(settings.bound(kinds_of(self.model)), trained, world)
+        self.averaging = None if self.averaged.rules or self.averaged_steps else settings
         self._forecast = run_summary(settings, trained, world, self.rounds.sync_every)
         self._transports = [self.ranks.apart() if self.rounds.delay else self.ranks for _ in range(parts)]
         ours = self.model, self.optimizers, settings, self.rounds, self.outer

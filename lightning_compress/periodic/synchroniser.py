@@ -31,6 +31,7 @@ from lightning_compress.core.state_dict import checksum
 from lightning_compress.core.vector import squares
 from lightning_compress.engine.checks import check_optimizers_agree
 from lightning_compress.periodic.module_buffers import BufferRules, mean_buffers
+from lightning_compress.settings.run_state import RunState
 
 
 class Meeting:
@@ -104,14 +105,14 @@ class Synchroniser(ABC):
 
     Attributes:
         kind: what it is, for messages.
+        averaging: settings of the one mean that all ranks exchange every ``steps_per_count`` steps, during a fit.
         averaged_steps: steps at the beginning in which gradients are averaged, so that all ranks have one model.
         needs_recount: ``averaged_model`` may be a model that no rank has trained, so that BatchNorm lacks statistics.
         rules: which buffers are averaged.
         may_unfreeze: parameters that are frozen at the start may be trained later. Set it before ``start``.
         steps_per_count: optimizer steps that the meters count as one step.
         epoch: current epoch, for schedules. The training loop sets it.
-        attempts: optimizer steps so far; includes those that a GradScaler skipped. Equal on all ranks, unless the ranks
-            do not wait for each other.
+        attempts: optimizer steps so far, skipped ones included; equal on all ranks that wait for each other.
         model, optimizers, ranks, device, meeting: of the current fit.
         counted: ``ranks``, with a meter that counts the bytes.
 
@@ -120,12 +121,12 @@ class Synchroniser(ABC):
     """
 
     kind: ClassVar[str]
+    averaging: RunState | None = None
     averaged_steps = 0
     needs_recount = False
     may_unfreeze = False
     steps_per_count = 1
-    epoch = 0
-    attempts = 0
+    epoch = attempts = 0
     model: nn.Module
     optimizers: Sequence[Optimizer]
     ranks: Collective

@@ -93,6 +93,11 @@ class Auto(Planner):
         link = self.link or cost.UNKNOWN if fixed else self.link
         return replace(self, link=link, node_size=1 if without_nodes else self.node_size)
 
+    @property
+    def known_link(self) -> Link | None:
+        """The link between two ranks, given or measured; None: neither."""
+        return self.link if isinstance(self.link, Link) else self._measured.links.get("ranks")
+
     def measured(self) -> dict[str, Any]:
         """See ``Planner.measured``."""
         return self._measured.as_primitives()
@@ -233,10 +238,9 @@ class Auto(Planner):
     def _log_choice(self, choice: Offer, sections: Sequence[Section]) -> None:
         numel = sum(section.layout.numel for section in sections)
         others = ", ".join(choice.others)
-        link = self.link or self._measured.links["ranks"]
         text = f"{choice.plan.description}: {choice.plan.cost.bytes_sent:,} bytes a rank for {numel} elements"
         text += f", {1e3 * choice.seconds:.2f} ms by the cost model, {1e3 * choice.device_s:.2f} of them computing"
-        text += f" ({others}) at {link}"
+        text += f" ({others}) at {self.known_link}"
         if choice.fell_back and "fell back" not in self._warned:
             self._warned.add("fell back")
             log.warning("%s; to compress nevertheless, leave out fallback='dense' of exchange='auto'", text)

@@ -65,10 +65,11 @@ def decide(settings: RunState, parameters: Parameters, world: World, kept: objec
         for codec, each in zip(priced, vectors, strict=True)
     ]
     (chosen,) = agreed([settings.compressor.pick(seconds)], collective, device)
-    figures = ", ".join(f"{label(each)} {1e3 * took:.3g} ms" for each, took in zip(options, seconds, strict=True))
+    named = ["float32" if isinstance(each, Dense) else label(each) for each in options]
+    figures = ", ".join(f"{name} {1e3 * took:.3g} ms" for name, took in zip(named, seconds, strict=True))
     codec = options[int(chosen)]
     keeps = f"to keep this choice, write compressor={written(codec)}"
-    return settings.become(Chosen(codec, cluster, f"compressor='auto' expects {figures} a step; {keeps}"))
+    return settings.become(Chosen(codec, cluster, f"auto predicts for an average: {figures}; {keeps}"))
 
 
 def on_one_machine(collective: Collective, device: torch.device) -> bool:

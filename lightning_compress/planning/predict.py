@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -89,32 +89,72 @@ def predict(
         computing_s: seconds of a step without communication.
         ready: the part of these seconds after which each gradient is complete, 0 to 1, by name; None: not known.
     """
-    if ready:  # DistributedDataParallel fills its buckets as gradients come
-        parameters = sorted(parameters, key=lambda each: -ready[each[0]])
-    parts, filled = _parts(parameters, ready), place.bucket_bytes if settings else BUCKET
-    running = settings or RunState.of("none", AllReduce())
-    offers = dict[object, Offer]()  # large models have many buckets that are alike
-    buckets = []
-    for bucket in buckets_of(parameters, filled):
-        alike = tuple((running.rules.method_of(name, shape), shape) for name, shape in bucket)
-        offer = offers[alike] = offers.get(alike) or place.offer(running, bucket)
-        device_s = offer.device_s if settings else 0.0  # DistributedDataParallel sends its buckets as they are
-        sent = offer.plan.cost.bytes_sent
-        backward_s = computing_s * sum(parts[name] for name, _ in bucket)
-        buckets.append(Bucket(backward_s, device_s, offer.seconds - offer.device_s, sent, offer.plan.description))
-    device_s, exchange_s = sum(each.device_s for each in buckets), sum(each.device_s + each.wire_s for each in buckets)
-    if settings and settings.options.delay:  # messages travel beside all of the next step
-        step_s = max(computing_s + device_s, exchange_s)
-    elif place.hides:
-        step_s = computing_s * (1 - sum(parts.values())) + backward_seconds(buckets)
-    else:
-        step_s = computing_s + exchange_s
-    return Prediction(
-        step_s=step_s,
-        exchange_s=exchange_s,
-        bytes_sent=sum(each.bytes_sent for each in buckets),
-        exchange=", ".join(dict.fromkeys(each.exchange for each in buckets)),
-    )
+    return Buckets.of(settings, parameters, place, ready).step(computing_s)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The buckets of a step, for any time of computing.
+
+    Args:
+        each: in the order of the backward pass; their ``backward_s`` are those of a second of computing.
+        hides: see ``Place``.
+        delayed: averages are applied one step later.
+    """
+
+    each: Sequence[Bucket]
+    hides: bool
+    delayed: bool
+
+    @classmethod
+    def of(
+        cls,
+        settings: RunState | None,
+        parameters: Sequence[tuple[str, Shape]],
+        place: Place,
+        ready: Mapping[str, float] | None = None,
+    ) -> Buckets:
+        """Return the buckets of a model; the arguments are those of ``predict``."""
+        if ready:  # DistributedDataParallel fills its buckets as gradients come
+            parameters = sorted(parameters, key=lambda each: -ready[each[0]])
+        parts, filled = _parts(parameters, ready), place.bucket_bytes if settings else BUCKET
+        running = settings or RunState.of("none", AllReduce())
+        offers = dict[object, Offer]()  # large models have many buckets that are alike
+        buckets = []
+        for bucket in buckets_of(parameters, filled):
+            alike = tuple((running.rules.method_of(name, shape), shape) for name, shape in bucket)
+            offer = offers[alike] = offers.get(alike) or place.offer(running, bucket)
+            device_s = offer.device_s if settings else 0.0  # DistributedDataParallel sends its buckets as they are
+            sent, wire_s = offer.plan.cost.bytes_sent, offer.seconds - offer.device_s
+            backward_s = sum(parts[name] for name, _ in bucket)
+            buckets.append(Bucket(backward_s, device_s, wire_s, sent, offer.plan.description))
+        return cls(buckets, place.hides, bool(settings and settings.options.delay))
+
+    def step(self, computing_s: float) -> Prediction:
+        """Return the predicted step; ``computing_s``: seconds of it without communication."""
+        buckets = [replace(each, backward_s=computing_s * each.backward_s) for each in self.each]
+        device_s = sum(each.device_s for each in buckets)
+        exchange_s = device_s + sum(each.wire_s for each in buckets)
+        if self.delayed:  # messages travel beside all of the next step
+            step_s = max(computing_s + device_s, exchange_s)
+        elif self.hides:
+            step_s = computing_s - sum(each.backward_s for each in buckets) + backward_seconds(buckets)
+        else:
+            step_s = computing_s + exchange_s
+        return Prediction(
+            step_s=step_s,
+            exchange_s=exchange_s,
+            bytes_sent=sum(each.bytes_sent for each in buckets),
+            exchange=", ".join(dict.fromkeys(each.exchange for each in buckets)),
+        )
+
+    def computing(self, step_s: float) -> float:
+        """Return the seconds of computing with which a step is predicted to take ``step_s``; 0: any take longer."""
+        least, most = 0.0, step_s
+        for _ in range(40):
+            middle = (least + most) / 2
+            least, most = (middle, most) if self.step(middle).step_s < step_s else (least, middle)
+        return least
 
 
 def _parts(parameters: Sequence[tuple[str, Shape]], ready: Mapping[str, float] | None) -> dict[str, float]:

@@ -32,7 +32,7 @@ from lightning_compress.strategies.advice import (
 from lightning_compress.strategies.common import CommonMixin, accumulation
 from lightning_compress.strategies.compression import CompressionMixin
 from lightning_compress.strategies.rendezvous import Rendezvous
-from lightning_compress.strategies.report import Lines, StepClock, log_hyperparameters, of_fit, tell
+from lightning_compress.strategies.report import Lines, StepClock, log_hyperparameters, of_fit, settle, tell
 from lightning_compress.strategies.resume import restore_compression, save_compression
 from lightning_compress.strategies.sidecar import CHOSEN
 
@@ -79,7 +79,7 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
             most = trainer.max_steps * accumulation(trainer)
             self._rendezvous.compare_batches(most if most >= 0 else math.inf)
         self._tell()
-        warn(few_steps(self._settings, steps_of(trainer)) if self.world_size > 1 else "")
+        warn(few_steps(self.compression.settings, steps_of(trainer)) if self.world_size > 1 else "")
         warn(untested(self.root_device))
 
     def _tell(self) -> None:
@@ -148,12 +148,12 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         """Log what the fit sent, and what that took; act on signals of the last batches; compare the ranks."""
         super().on_train_end()
         assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        tell(self.report(), trainer.callbacks)
         if self._rendezvous is not None:
             self._rendezvous.finish()
-        if self._compression is not None:
-            self._compression.compare_ranks(now=True)
+        if (compression := self._compression) is not None:
+            settle(self, compression, self._clock, self._rendezvous)
+            tell(self.report(), self.lightning_module.trainer)
+            compression.compare_ranks(now=True)
 
     def pre_backward(self, closure_loss: Any) -> None:
         """Note gradients of earlier backward passes: manual optimization may do several per forward pass."""
@@ -206,11 +206,11 @@ class CompressedDDPMixin(CompressionMixin, CommonMixin):
         name_ours(exception, type(self).__name__)
 
     def report(self) -> Lines:
-        """Return the figures of the fit: what was sent, what an average and a step took, and what was expected."""
-        if self._compression is None or self.lightning_module is None:
-            return []
-        cap = self._ddp_kwargs.get("bucket_cap_mb")
-        return of_fit(self._compression, self.lightning_module, self.world_size, cap, self._clock.median_ms)
+        """Return the figures of the fit: what was sent, and what an average and a step took.
+
+        Once training has ended, also what DistributedDataParallel's step would take, where the link is known.
+        """
+        return [] if self._compression is None else of_fit(self._compression, self.world_size, self._clock)
 
     @property
     def compression(self) -> Compression:

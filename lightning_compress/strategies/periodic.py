@@ -27,7 +27,7 @@ from lightning_compress.strategies.advice import short_round, steps_of, untested
 from lightning_compress.strategies.common import CommonMixin
 from lightning_compress.strategies.recount import Recount
 from lightning_compress.strategies.rendezvous import Rendezvous
-from lightning_compress.strategies.report import Lines, of_rounds, tell
+from lightning_compress.strategies.report import Lines, of_rounds, settle_rounds, tell
 from lightning_compress.strategies.resume import Resume
 from lightning_compress.strategies.sidecar import SavedState
 from lightning_compress.strategies.signals import ELSEWHERE, END, EVALUATION
@@ -65,8 +65,7 @@ class PeriodicMixin(CommonMixin):
         super().__init__(**without_wrapper(kwargs))
         if state == "mean":
             raise ValueError("state='mean' is not possible, since each rank has its own model: use 'sidecar' or 'none'")
-        self.synchroniser = synchroniser
-        self._resume = Resume(state, strict_state)
+        self.synchroniser, self._resume = synchroniser, Resume(state, strict_state)
         self._watched: list[Any] = []
 
     @property
@@ -100,8 +99,8 @@ class PeriodicMixin(CommonMixin):
         self.synchroniser.start(module, self.optimizers, ranks, self.rendezvous)
         self._started = True
         self._recount = Recount(module, self.synchroniser.rules, wanted=self.synchroniser.needs_recount)
-        watched = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Optimizer)]
-        self._watched = [optimizer.register_step_post_hook(self._after_step) for optimizer in watched]
+        own = [each for each in self.optimizers if isinstance(each, Optimizer)]
+        self._watched = [each.register_step_post_hook(self._after_step) for each in own]
 
     def _make_rendezvous(self, trainer: Any) -> Rendezvous:
         return Rendezvous.apart(trainer, self._timeout)
@@ -132,9 +131,8 @@ class PeriodicMixin(CommonMixin):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Save if a cluster's signal asked for it, between two batches; pass the epoch to the schedules."""
         super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
         self.rendezvous.signals.act()
-        self.synchroniser.epoch = self.lightning_module.current_epoch
+        self.synchroniser.epoch = self._trainer.current_epoch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's ``training_step``, and keep the batch to recompute BatchNorm's statistics."""
@@ -198,7 +196,8 @@ class PeriodicMixin(CommonMixin):
         if self._averages_weights:
             self._finish()
         self.rendezvous.signals.act()  # no batch follows that would act on them
-        tell(self.report(), self._trainer.callbacks)
+        settle_rounds(self, self._steps.clock)
+        tell(self.report(), self._trainer)
 
     def teardown(self) -> None:
         """Undo what ``setup`` changed in the trainer and the optimizers."""
@@ -244,6 +243,7 @@ class PeriodicMixin(CommonMixin):
 
     def _shared_model(self) -> Mapping[str, Tensor]:
         """Return the tensors of the evaluated model that differ from the rank's own, by name."""
+        self._steps.clock.pause()  # evaluating or saving takes time, too
         if self._ended:
             return {}
         self._swa = self._swa or self._trainer.fit_loop._skip_backward  # in the epoch after SWA's last training epoch
@@ -357,11 +357,11 @@ class PeriodicMixin(CommonMixin):
         return dict(self.compression.stats())
 
     def report(self) -> Lines:
-        """Return the figures of the fit: what was sent, in all and in a round."""
+        """Return the figures of the fit: what was sent, in all and in a round; once it has ended, what a step took."""
         if not self._started or self.world_size == 1:
             return []
         first = self.synchroniser.averaged_steps
-        return of_rounds(self.comm_stats(), self.synchroniser.steps_per_count, self.attempts - first)
+        return of_rounds(self.comm_stats(), self.synchroniser.steps_per_count, self.attempts - first, self._steps.clock)
 
     def measure_every(self, steps: int) -> None:
         """Measure time and compression error about once every ``steps`` steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from lightning_compress.engine.delayed import DelayedCompression
 from lightning_compress.periodic.synchroniser import differing
 from lightning_compress.planning.decide import keep
 from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.report import size as readable
 from lightning_compress.strategies.sidecar import Files, Save, Saved, SavedState, Tree
 
 
@@ -179,9 +181,8 @@ def save_compression(
     if resume.state == "sidecar" and differs:
         if not resume.saves and ranks.rank == 0:
             size = sum(entry["numbers"].nbytes for entry in entries) + state_dict.bytes_in_flight(state)
-            rank_zero_info(
-                f"lightning_compress: beside {path}: {size} bytes a rank, {size * ranks.size} of {ranks.size} ranks"
-            )
+            where = os.path.basename(sidecar.folder_for(path))
+            rank_zero_info(f"lightning_compress: residuals saved in {where}, {readable(size)} a rank")
         resume.save(files, path, content, state["method"], compression.step, state, alone)
     elif not (differs and alone):
         sidecar.write_inside(content, state, ranks, resume.device)

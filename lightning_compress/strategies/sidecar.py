@@ -84,7 +84,7 @@ def write(
         tree: of this rank.
         ranks: used for their number only, without communication: an exception or signal handler may save.
     """
-    folder, ending = _folder_for(path), f".rank{ranks.rank}.pt"
+    folder, ending = folder_for(path), f".rank{ranks.rank}.pt"
     content = {"save": str(save), "tree": tree, "checksum": state_dict.checksum(tree)}
     files.save_checkpoint(content, f"{folder}/{save}{ending}")
     _drop_older(folder, ending, save)
@@ -97,7 +97,7 @@ def write(
     }
 
 
-def _folder_for(path: str) -> str:
+def folder_for(path: str) -> str:
     """Return the folder of the ranks' files for a new checkpoint.
 
     On a cluster's signal, each rank counts the existing ``hpc_ckpt_<n>`` files and folders to name its own. A late rank

@@ -10,6 +10,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_compress.periodic.synchroniser import Synchroniser
+from lightning_compress.strategies.report import StepClock
 
 
 class StepCount:
@@ -24,11 +25,13 @@ class StepCount:
         changed: called when the model may have changed: after each step and each count.
 
     Attributes:
+        clock: of the optimizers' steps.
         steps: of each optimizer, by its ``id``: the count at which it has stepped last.
     """
 
     def __init__(self, synchroniser: Synchroniser, changed: Callable[[], None]) -> None:
         self._synchroniser, self._changed = synchroniser, changed
+        self.clock = StepClock(synchroniser.steps_per_count)
         self.steps: dict[int, int] = {}
         self._late: bool | None = False  # an optimizer has stepped since the last count; None: read from a checkpoint
         self._inside, self._waiting = False, False
@@ -47,6 +50,7 @@ class StepCount:
 
     def before(self, optimizer: object) -> None:
         """Count the last step now if this optimizer begins another one."""
+        self.clock.step()
         if self.steps.get(id(optimizer), 0) >= self._now:
             self._count_waiting()
 

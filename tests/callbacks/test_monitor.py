@@ -1,6 +1,7 @@
 """What the monitor tells the loggers."""
 
 import csv
+import re
 import time
 import warnings
 from functools import partial
@@ -192,3 +193,15 @@ def test_another_strategy_is_told(pools):
     assert "not DDPStrategy; for an uncompressed baseline use compressor='none'" in said
     assert steps == 2
     assert not others
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"every": 3}, "no argument 'every'; it logs when Lightning does: Trainer(log_every_n_steps=3)"),
+        ({"prefx": "a/"}, "no argument 'prefx'; it has prefix, progress_bar and summary"),
+    ],
+)
+def test_an_unknown_argument_names_the_right_one(given, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        CommunicationMonitor(**given)

@@ -37,6 +37,7 @@ from tests.helpers.training import Net, fit
         ({"compressor": {"name": "topk", "ratio": 3}}, "no setting 'ratio'; it has: density, scope, selection"),
         ({"compressor": {"density": 0.1}}, "a mapping with a 'name'"),
         ({"compressor": 7}, "compressor=7"),
+        ({"compressor": QSGD}, "compressor=QSGD is a class; write compressor=QSGD()"),
         ({"compressor": {"name": "topk", "density": 0.0}}, "density"),
         (
             {"compressor": {"name": "topk", "density": 1.5}},

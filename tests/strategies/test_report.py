@@ -2,16 +2,20 @@
 
 import logging
 import warnings
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lightning_compress import CommunicationMonitor, CompressedDDPStrategy, LocalSGDStrategy
+from lightning_compress.planning import payoff
+from lightning_compress.strategies import report
 from lightning_compress.strategies.advice import FEW_STEPS
-from lightning_compress.strategies.report import size
+from lightning_compress.strategies.report import StepClock, size
 from tests.helpers.training import Net, fit
 
 
@@ -82,19 +86,32 @@ def test_a_fit_says_what_runs_first_and_what_it_sent_last(pools):
     assert ours[0].startswith("lightning_compress: rotated (bits 4) by all_gather, 5.1 x fewer bytes")
     assert ours[1] == "the progress bar begins"
     assert [each.split(": ")[1] for each in ours[2:]] == ["sent", "average", "step"]
+    assert "all ranks are on this machine, where DDP was faster in our runs: write strategy='ddp'" in ours[4]
     assert "in 6 steps; float32 would send" in ours[2]
     assert "x as much" in ours[2]
     assert "were hidden behind the backward pass (in the first step, which also loads kernels)" in ours[3]
-    assert ours[4].endswith("ms (median)")
     assert not any(each.startswith("lightning_compress: sent") for each in others)
 
 
-def test_a_fit_whose_later_steps_are_measured_says_what_was_expected(pools):
+def test_a_later_step_says_nothing_of_kernels(pools):
     (said, _), _ = pools[2].run(_measured)
-    *_, average, step, expected = [each for each in said if each.startswith("lightning_compress: ")]
+    *_, average, _ = [each for each in said if each.startswith("lightning_compress: ")]
     assert average.endswith("were hidden behind the backward pass")
-    assert "ms (median); the last one measured waited" in step
-    assert expected.startswith("lightning_compress: expected: ")
+
+
+def _probed(able):
+    """A fit over something that counts as a network, whose link nobody has measured: is this rank able to?"""
+    with mock.patch.object(payoff, "on_one_machine", return_value=False), mock.patch.object(report, "LONG", 0.0):
+        late = able or dist.get_rank()
+        with mock.patch.object(report.StepClock, "seconds", 1.0 if late else -1.0):
+            return _said(CompressedDDPStrategy("qsgd", "all_gather"))[0][-1]
+
+
+@pytest.mark.parametrize("able", [True, False])
+def test_all_ranks_measure_an_unknown_link_or_none_does(pools, able):
+    said, _ = pools[2].run(_probed, able)
+    assert ("(predicted)" in said and "measured at the end" in said) == able
+    assert ("; 'lightning-compress advise' predicts what DDP would take" in said) != able
 
 
 def test_what_does_not_compress_has_no_figures(pools):
@@ -117,10 +134,11 @@ def _local(steps):
 
 
 def test_local_steps_have_both_ratios(pools):
-    (said, _), _ = pools[2].run(_local, 4)
+    (said, _), _ = pools[2].run(_local, 8)
     (ratio,) = [each for each in said if each.startswith("lightning_compress: ratio: ")]
     assert "x fewer bytes a step" in ratio
     assert "x a round" in ratio
+    assert "; all ranks are on this machine. Over a network, 'lightning-compress advise'" in said[-1]
 
 
 def test_a_last_round_that_was_shorter_says_nothing_of_the_others(pools):
@@ -164,6 +182,7 @@ def test_coarse_methods_warn(pools, name, optimizer, parts):
     )
     assert all("qsgd" in each for each in warned)
     assert not others
+    assert not any("topk" in each for each in warned if name != "topk")  # each has a figure of its own
     assert FEW_STEPS == 1000
 
 
@@ -201,6 +220,20 @@ def test_what_it_is():
 )
 def test_sizes_are_readable(count, text):
     assert size(count) == text
+
+
+def test_the_clock_knows_what_a_round_waits(monkeypatch):
+    clock, now = StepClock(every=4), 0.0
+    monkeypatch.setattr(report.time, "perf_counter", lambda: now)
+    for step in range(13):
+        clock.step()
+        if step == 5:
+            clock.pause()  # an evaluation
+            now += 100.0
+        now += 1.0 + 2.0 * (step % 4 == 3)
+    assert clock.alone_s == 1.0
+    assert clock.median_s == pytest.approx(1.5)
+    assert StepClock(every=4).median_s is None
 
 
 def _embedded(compressor, optimizer, rules):
