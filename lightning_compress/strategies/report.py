@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -43,26 +43,32 @@ class StepClock:
 
 
 def of_fit(
-    compression: Compression, model: nn.Module, ranks: int, bucket_mb: float | None, step_ms: float | None
+    compression: Compression,
+    ranks: int,
+    step_ms: float | None,
+    expects: Callable[[float], Lines] = lambda _: [],
+    *,
+    hides: bool = True,
 ) -> Lines:
     """Return the figures of a fit that averaged gradients; nothing if it did not compress.
 
     Args:
         compression: of the fit.
-        model: whose gradients were averaged.
-        ranks: 1 or more.
-        bucket_mb: DistributedDataParallel's ``bucket_cap_mb``.
+        ranks: over which it averaged, 1 or more.
         step_ms: median milliseconds of a step, if two or more were taken.
+        expects: returns what the cost model predicts, from the milliseconds of a step without what waited for the
+            average.
+        hides: averages travel beside the backward pass.
     """
     if not compression.active or ranks == 1:
         return []
     stats = compression.stats()
     first = compression.meter.sampled == 1
-    lines = [traffic(stats, "step"), *times(stats, step_ms, first=first)]
+    lines = [traffic(stats, "step"), *times(stats, step_ms, first=first, hides=hides)]
     if compression.settings.options.delay:
         lines.append(("delay", "the average of the last step was not applied; a checkpoint keeps it"))
     if step_ms is not None and not first:
-        lines += expected(compression.settings, model, ranks, bucket_mb, max(0.0, step_ms - stats["wait_ms"]))
+        lines += expects(max(0.0, step_ms - stats["wait_ms"]))
     return lines
 
 
@@ -101,15 +107,22 @@ def traffic(stats: Mapping[str, Any], unit: str) -> tuple[str, str]:
     return "sent", f"{size(sent)} in {count}; float32 would send {size(dense)} ({dense / max(1, sent):.3g} x as much)"
 
 
-def times(stats: Mapping[str, Any], step_ms: float | None, *, first: bool = False) -> Lines:
-    """Return what the last measured average took, and what a step did; ``first``: that was the run's first step."""
+def times(stats: Mapping[str, Any], step_ms: float | None, *, first: bool = False, hides: bool = True) -> Lines:
+    """Return what the last measured average took, and what a step did.
+
+    Args:
+        stats: of the run.
+        step_ms: see ``of_fit``.
+        first: the average was that of the run's first step.
+        hides: see ``of_fit``.
+    """
     parts = {name: stats[f"{name}_ms"] for name in ("encode", "exchange", "decode")}
     hidden = max(0.0, sum(parts.values()) - stats["wait_ms"])
     took = ", ".join(f"{name} {value:.1f} ms" for name, value in parts.items())
-    took += f"; of these, {hidden:.1f} ms were hidden behind the backward pass"
+    took += f"; of these, {hidden:.1f} ms were hidden behind the backward pass" * hides
     lines = [("average", took + " (in the first step, which also loads kernels)" * first)]
     if step_ms is not None:
-        waited = "" if first else f"; the last one measured waited {stats['wait_ms']:.1f} ms"
+        waited = "" if first or not hides else f"; the last one measured waited {stats['wait_ms']:.1f} ms"
         lines.append(("step", f"{step_ms:.1f} ms (median){waited}"))
     return lines
 
