@@ -5,6 +5,7 @@ import warnings
 
 import lightning.pytorch as pl
 import torch
+import torch._dynamo.convert_frame  # as the first fully_shard of each rank would
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
