@@ -43,7 +43,7 @@ class Lit(pl.LightningModule):
         return self.device_mesh["data_parallel"]
 
     def configure_model(self):
-        if self.done or not self.shard:
+        if self.done or not self.shard or self.device_mesh is None:
             return
         self.done = True
         mesh = self.mesh()
