@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from lightning_compress.gossip.moniqua import Moniqua
     from lightning_compress.reducers import Reducer, ReducerPlan
     from lightning_compress.strategies.compressed_ddp import CompressedDDPStrategy
+    from lightning_compress.strategies.compressed_fsdp import CompressedFSDPStrategy
     from lightning_compress.strategies.constructors import GossipStrategy, LocalSGDStrategy
+    from lightning_compress.strategies.fsdp_accumulation import SyncFSDPAccumulation
 
 _HOMES = {
     "AsyncGossipStrategy": "contrib.asynchronous.strategy",
@@ -35,6 +37,7 @@ _HOMES = {
     "CommunicationMonitor": "callbacks.monitor",
     "Comparison": "comparison",
     "CompressedDDPStrategy": "strategies.compressed_ddp",
+    "CompressedFSDPStrategy": "strategies.compressed_fsdp",
     "Compression": "engine.compression",
     "Exchange": "exchanges",
     "ExchangeError": "core.errors",
@@ -50,6 +53,7 @@ _HOMES = {
     "ReducerPlan": "reducers",
     "StepProfile": "callbacks.profile",
     "SufficientFactors": "callbacks.sufficient_factors",
+    "SyncFSDPAccumulation": "strategies.fsdp_accumulation",
     "ThetaRecovery": "contrib.theta_recovery",
     "attach": "engine.attach",
     "compare": "comparison",
@@ -75,6 +79,7 @@ def __dir__() -> list[str]:
 def _register(_: ModuleType) -> None:
     """Register our strategies with Lightning, whichever of the two packages is imported first."""
     import_module("lightning_compress.strategies.compressed_ddp")
+    import_module("lightning_compress.strategies.compressed_fsdp")
     import_module("lightning_compress.strategies.constructors")
     import_module("lightning_compress.fabric")  # lightning imports its Fabric with its Trainer
 
@@ -96,6 +101,7 @@ __all__ = [
     "CommunicationMonitor",
     "Comparison",
     "CompressedDDPStrategy",
+    "CompressedFSDPStrategy",
     "Compression",
     "Exchange",
     "ExchangeError",
@@ -111,6 +117,7 @@ __all__ = [
     "ReducerPlan",
     "StepProfile",
     "SufficientFactors",
+    "SyncFSDPAccumulation",
     "ThetaRecovery",
     "attach",
     "compare",

@@ -22,14 +22,14 @@ from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import notifying
 from lightning_compress.planning.decide import keep
 from lightning_compress.strategies.advice import untested, warn, warn_beside
-from lightning_compress.strategies.compression import CompressionMixin
+from lightning_compress.strategies.compression import DDPArgumentsMixin
 from lightning_compress.strategies.resume import restore_compression, save_compression
 from lightning_compress.strategies.sidecar import CHOSEN, KEY
 
 __all__ = ["CompressedDDPStrategy"]
 
 
-class CompressedDDPStrategy(CompressionMixin, DDPStrategy):
+class CompressedDDPStrategy(DDPArgumentsMixin, DDPStrategy):
     """DistributedDataParallel with a compressed gradient average, for ``Fabric(strategy=...)``.
 
     It takes the arguments of ``lightning_compress.CompressedDDPStrategy``, which is for a Trainer. Fabric refuses that

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pytorch_lightning import Callback
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 from lightning_compress.callbacks.meprop import MePropMixin
 from lightning_compress.callbacks.monitor import MonitorMixin
@@ -14,7 +14,9 @@ from lightning_compress.callbacks.profile import ProfileMixin
 from lightning_compress.callbacks.script import ScriptMixin
 from lightning_compress.callbacks.sufficient_factors import SufficientFactorsMixin
 from lightning_compress.strategies.compressed_ddp import CompressedDDPMixin
+from lightning_compress.strategies.compressed_fsdp import CompressedFSDPMixin
 from lightning_compress.strategies.constructors import GossipMixin, LocalSGDMixin, register_asynchronous
+from lightning_compress.strategies.fsdp_accumulation import SyncFSDPAccumulation
 
 if TYPE_CHECKING:
     from lightning_compress.contrib.pytorch_lightning import AsyncGossipStrategy, MeSimp, MinibatchSize, ThetaRecovery
@@ -23,6 +25,7 @@ __all__ = [
     "AsyncGossipStrategy",
     "CommunicationMonitor",
     "CompressedDDPStrategy",
+    "CompressedFSDPStrategy",
     "GossipStrategy",
     "LocalSGDStrategy",
     "MeProp",
@@ -30,6 +33,7 @@ __all__ = [
     "MinibatchSize",
     "StepProfile",
     "SufficientFactors",
+    "SyncFSDPAccumulation",
     "ThetaRecovery",
 ]
 _CONTRIB = "lightning_compress.contrib.pytorch_lightning"
@@ -37,6 +41,10 @@ _CONTRIB = "lightning_compress.contrib.pytorch_lightning"
 
 class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
     """See ``lightning_compress.CompressedDDPStrategy``."""
+
+
+class CompressedFSDPStrategy(CompressedFSDPMixin, ModelParallelStrategy):  # type: ignore[misc]  # two class trees
+    """See ``lightning_compress.CompressedFSDPStrategy``."""
 
 
 class GossipStrategy(GossipMixin, DDPStrategy):  # type: ignore[misc]  # two class trees
@@ -75,6 +83,7 @@ def __getattr__(name: str) -> object:
 
 
 CompressedDDPStrategy.register_strategies(StrategyRegistry)
+CompressedFSDPStrategy.register_strategies(StrategyRegistry)
 GossipStrategy.register_strategies(StrategyRegistry)
 LocalSGDStrategy.register_strategies(StrategyRegistry)
 register_asynchronous(StrategyRegistry, _CONTRIB)

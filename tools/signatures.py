@@ -13,14 +13,16 @@ from tools.docstring import Docstring
 START = """# Strategies
 
 Give one to `Trainer(strategy=...)`. Each is registered by name, too: `"compressed_ddp"`,
-`"compressed_ddp_<compressor>"`, `"local_sgd"`, `"post_local_sgd"`, `"diloco"`, `"muloco"`, `"sparseloco"`, `"gossip"`,
-`"gossip_<algorithm>"`, `"async_gossip"`.
+`"compressed_ddp_<compressor>"`, `"compressed_fsdp"`, `"compressed_fsdp_<compressor>"`, `"local_sgd"`,
+`"post_local_sgd"`, `"diloco"`, `"muloco"`, `"sparseloco"`, `"gossip"`, `"gossip_<algorithm>"`, `"async_gossip"`.
 
 During a fit and after it, each has `comm_stats()`, [the figures](figures.md) of the last step and in total, `report()`,
 the lines that it logs at the end, and `compression`, [the handle](plain.md) of what is averaged.
 """
 ARGUMENTS: dict[str, tuple[type, ...]] = {
     "CompressedDDPStrategy": (),
+    "CompressedFSDPStrategy": (lightning_compress.CompressedDDPStrategy,),
+    "SyncFSDPAccumulation": (),
     "LocalSGDStrategy": (LocalSGD, PeriodicStrategy, lightning_compress.CompressedDDPStrategy),
     "GossipStrategy": (Gossip, PeriodicStrategy),
     "AsyncGossipStrategy": (AsyncGossip, PeriodicStrategy),
@@ -50,22 +52,23 @@ def signature(cls: type) -> str:
             lines.append("*,")
             named_only = True
         required = each.default is each.empty
-        stars = {each.VAR_KEYWORD: "**", each.VAR_POSITIONAL: "*"}.get(each.kind, "")
+        stars = "**" if each.kind is each.VAR_KEYWORD else "*" if each.kind is each.VAR_POSITIONAL else ""
         lines.append(f"{stars}{each.name}," if required else f"{each.name}={each.default!r},".replace("'", '"'))
-    return f"from lightning_compress import {cls.__name__}\n\n{cls.__name__}(\n    " + "\n    ".join(lines) + "\n)"
+    given = "\n    ".join(["", *lines]) + "\n" if lines else ""
+    return f"from lightning_compress import {cls.__name__}\n\n{cls.__name__}({given})"
 
 
 def table(cls: type, others: tuple[type, ...]) -> str:
     """Return the table of a class's arguments, by its own docstring or those of ``others``."""
     meanings: dict[str, str] = {}
-    for each in (*reversed(others), cls):
-        meanings |= Docstring.of(each).arguments
+    for described in (*reversed(others), cls):
+        meanings |= Docstring.of(described).arguments
     rows = []
     for each in inspect.signature(cls).parameters.values():
         meaning = meanings.get(each.name) or meanings.get("kwargs" if each.kind is each.VAR_KEYWORD else "options", "")
         assert meaning, f"{cls.__name__} has an argument {each.name} that no docstring describes"
         rows.append(f"| `{each.name}` | {cell(meaning)} |")
-    return "\n".join(["| argument | meaning |", "| --- | --- |", *rows])
+    return "\n".join(["| argument | meaning |", "| --- | --- |", *rows]) if rows else ""
 
 
 def cell(text: str) -> str:

@@ -79,6 +79,16 @@ class LargeBatches(Decoder):
     batch = 64
 
 
+class Small(Decoder):
+    """A narrower one, of 115,000 parameters, that reads half as many excerpts: 4 ranks train it in a minute."""
+
+    batch = 8
+
+    def model(self) -> nn.Module:
+        """See ``Characters``."""
+        return CharTransformer(self._text.vocabulary, width=64, longest=LENGTH)
+
+
 class Classifier(MLP):
     """For images and their labels."""
 
@@ -118,4 +128,5 @@ TASKS: dict[str, type[Task]] = {
     "mnist": Digits,
     "decoder": Decoder,
     "decoder, 64 excerpts": LargeBatches,
+    "small decoder": Small,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -49,22 +49,26 @@ def check_ddp_arguments(arguments: Mapping[str, object]) -> None:
 
 
 def check_known(
-    arguments: Mapping[str, object], strategy: type, ours: Sequence[str], compressor: object = None
+    arguments: Mapping[str, object],
+    strategy: type,
+    ours: Sequence[str],
+    compressor: object = None,
+    wrappers: Sequence[type] = (DistributedDataParallel,),
 ) -> None:
-    """Raise ValueError for arguments that neither the strategy's base classes nor DistributedDataParallel take.
+    """Raise ValueError for arguments that neither the strategy's base classes nor the wrappers of the model take.
 
     Args:
         arguments: arguments that the strategy itself does not have.
         strategy: the class.
         ours: names of the strategy's own arguments, which may be meant.
         compressor: the user's compressor, whose settings may be meant.
+        wrappers: classes of modules that the base classes pass arguments on to.
 
     Raises:
         ValueError: one of them is unknown.
     """
     check_gone(arguments)
-    bases = [*strategy.__mro__, DistributedDataParallel]
-    constructors = [base.__dict__["__init__"] for base in bases if "__init__" in vars(base)]
+    constructors = [*_passing(strategy), *(each.__dict__["__init__"] for each in wrappers)]
     inherited = {name for make in constructors for name in _named(make)} - _GIVEN_BY_LIGHTNING - set(ours)
     for name in arguments:
         if name not in inherited:
@@ -83,12 +87,17 @@ def _setting(name: str, value: object, compressor: object) -> dict[str, object] 
     return {**given, name: value} if name in fields else None
 
 
+def _passing(strategy: type) -> Iterator[Callable[..., None]]:
+    """Yield the constructors of a class and its bases, up to the first that passes no other arguments on."""
+    for make in [vars(base)["__init__"] for base in strategy.__mro__[:-1] if "__init__" in vars(base)]:
+        yield make
+        if all(each.kind != each.VAR_KEYWORD for each in inspect.signature(make).parameters.values()):
+            return
+
+
 def _named(make: Callable[..., None]) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    try:
-        return [name for name, each in inspect.signature(make).parameters.items() if each.kind in kinds]
-    except ValueError:  # object's own
-        return []
+    return [name for name, each in inspect.signature(make).parameters.items() if each.kind in kinds]
 
 
 def check_accumulation(static_graph: bool, accumulate: int) -> None:

@@ -241,6 +241,19 @@ def unwatch(listener: Listener) -> None:
     _listeners.discard(listener)
 
 
+@contextmanager
+def unwatched(listener: Listener | None) -> Iterator[None]:
+    """Do not notify the listener inside the context: of a step that is none, which fills an optimizer's state."""
+    listened = listener in _listeners
+    if listener is not None:
+        unwatch(listener)
+    try:
+        yield
+    finally:
+        if listener is not None and listened:
+            watch(listener)
+
+
 @cache
 def _hook_in() -> None:
     """Register one hook per process; torch calls it around each ``Optimizer.step``."""

@@ -68,7 +68,9 @@ class RunSummary:
         return {f"lightning_compress/{name}": getattr(self, name) for name in _LOGGED}
 
 
-def run_summary(settings: RunState, parameters: Parameters, world: World, steps: int = 1) -> RunSummary:
+def run_summary(
+    settings: RunState, parameters: Parameters, world: World, steps: int = 1, unit: str = "rank"
+) -> RunSummary:
     """Return the summary of what these settings will send. Collective.
 
     Args:
@@ -76,20 +78,21 @@ def run_summary(settings: RunState, parameters: Parameters, world: World, steps:
         parameters: the trained parameters.
         world: the ranks.
         steps: local steps per round, if this is sent once per round; 1: it is sent in each step.
+        unit: what ``world`` consists of.
     """
-    found = _summary(settings, parameters, world, steps)
+    found = _summary(settings, parameters, world, steps, unit)
     late = settings.options.delay and world.collective.size > 1
     return dataclasses.replace(found, summary=f"{found.summary}, applied one step later") if late else found
 
 
-def _summary(settings: RunState, parameters: Parameters, world: World, steps: int) -> RunSummary:
+def _summary(settings: RunState, parameters: Parameters, world: World, steps: int, unit: str) -> RunSummary:
     collective, _, _ = world
     why = settings.chosen.why if settings.chosen else ""
     chosen = f"auto chose float32, because {settings.chosen.reason}" if settings.chosen else NONE
     if collective.size == 1:
         idle = ", ".join(_set(settings.options, ["on_nonfinite", "delay"]))
         works = "; what clips or corrects gradients still works" if settings.works_alone else ""
-        return _off(f"there is one rank{works}", warning=idle and f"{idle} has no effect on one rank")
+        return _off(f"there is one {unit}{works}", warning=idle and f"{idle} has no effect on one {unit}")
     if settings.plain:
         if settings.chosen:
             idle = ", ".join(_set(settings.options, _OF_DRIFT))

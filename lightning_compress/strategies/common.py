@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_compress.core import errors
@@ -13,13 +12,13 @@ from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.resume import Resume
 
 if TYPE_CHECKING:
-    _Base = DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
 
 
 class CommonMixin(_Base):
-    """Turn a ``DDPStrategy`` into one that keeps files beside its checkpoints and explains lost ranks.
+    """Turn a strategy of several processes into one that keeps files beside its checkpoints and explains lost ranks.
 
     Raises:
         ExchangeError: from ``barrier``, ``broadcast``, ``reduce`` and ``all_gather``: a rank died or does not answer.

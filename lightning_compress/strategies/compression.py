@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_compress.codecs import Method
 from lightning_compress.corrections import Corrected
@@ -48,6 +49,8 @@ class CompressionMixin(_Base):
     """Take the arguments of a gradient compression; see ``CompressedDDPStrategy``."""
 
     _resume: Resume
+    _wrappers: ClassVar[tuple[type, ...]] = ()
+    """Classes whose arguments the base class passes on."""
 
     def __init__(
         self,
@@ -69,10 +72,8 @@ class CompressionMixin(_Base):
         delay: int = 0,
         **kwargs: Any,
     ) -> None:
-        checks.check_known(kwargs, type(self), _OURS, compressor)
-        checks.check_ddp_arguments(kwargs)
-        super().__init__(**kwargs)
-        self._settings = RunState.of(
+        checks.check_known(kwargs, type(self), _OURS, compressor, self._wrappers)
+        settings = RunState.of(
             compressor,
             exchange=exchange,
             error_feedback=error_feedback,
@@ -88,13 +89,12 @@ class CompressionMixin(_Base):
             check_drift_every=check_drift_every,
             delay=delay,
         )
-        checks.check_delay(self._settings, *(bool(kwargs.get(name)) for name in checks.UNUSED))
-        self._resume = Resume(state, strict_state)
+        self._check_given(settings, kwargs)
+        super().__init__(**kwargs)
+        self._settings, self._resume = settings, Resume(state, strict_state)
 
-    def _choose_bucket_cap(self) -> None:
-        """Choose buckets for DistributedDataParallel, unless the user has."""
-        if not self._settings.plain and self._ddp_kwargs.get("bucket_cap_mb") is None:
-            self._ddp_kwargs["bucket_cap_mb"] = own_bucket_cap_mb(self.num_processes, self.root_device.type)
+    def _check_given(self, settings: RunState, given: Mapping[str, Any]) -> None:
+        """Raise ValueError if arguments of the base class do not work with compression."""
 
     @property
     @abstractmethod
@@ -117,6 +117,21 @@ class CompressionMixin(_Base):
         given = self._settings.options
         exchange = "" if given.exchange == Auto() else f", exchange={written(given.exchange)}"
         return f"{type(self).__name__}(compressor={written(given.compressor)}{exchange})"
+
+
+class DDPArgumentsMixin(CompressionMixin):
+    """Take the arguments of DistributedDataParallel, too, and choose its buckets."""
+
+    _wrappers = (DistributedDataParallel,)
+
+    def _check_given(self, settings: RunState, given: Mapping[str, Any]) -> None:
+        checks.check_ddp_arguments(given)
+        checks.check_delay(settings, *(bool(given.get(name)) for name in checks.UNUSED))
+
+    def _choose_bucket_cap(self) -> None:
+        """Choose buckets for DistributedDataParallel, unless the user has."""
+        if not self._settings.plain and self._ddp_kwargs.get("bucket_cap_mb") is None:
+            self._ddp_kwargs["bucket_cap_mb"] = own_bucket_cap_mb(self.num_processes, self.root_device.type)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -54,6 +54,19 @@ class Classifier(Task):
             for _ in range(2)
         )
 
+    def configure_model(self) -> None:
+        """Shard the network over the mesh of a strategy that has one: its layers with weights, then what is left."""
+        if self.device_mesh is None:
+            return
+        from torch.distributed.fsdp import FSDPModule, fully_shard  # takes seconds
+
+        if isinstance(self.model, FSDPModule):
+            return
+        for layer in self.model.children():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
     def forward(self, x: Tensor) -> Tensor:
         """Images [N, C, H, W] -> logits [N, num_classes]."""
         logits: Tensor = self.model(x.to(self.dtype))  # with bf16-true and 64-true, parameters are not float32

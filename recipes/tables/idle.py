@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_compress import (
     AsyncGossipStrategy,
     CompressedDDPStrategy,
+    CompressedFSDPStrategy,
     GossipStrategy,
     LocalSGDStrategy,
     MeProp,
@@ -72,7 +73,7 @@ def refuse_idle(cfg: DictConfig, trainer: Trainer, given: Sequence[str] = ()) ->
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     kind = type(trainer.strategy).__name__
-    compresses = isinstance(trainer.strategy, CompressedDDPStrategy | LocalSGDStrategy)
+    compresses = isinstance(trainer.strategy, CompressedDDPStrategy | CompressedFSDPStrategy | LocalSGDStrategy)
     # these have a compressor, and neighbours instead of an exchange
     gossips = isinstance(trainer.strategy, GossipStrategy | AsyncGossipStrategy)
     chosen = [

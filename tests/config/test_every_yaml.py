@@ -15,7 +15,14 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_compress import AsyncGossipStrategy, CompressedDDPStrategy, GossipStrategy, LocalSGDStrategy, Moniqua
+from lightning_compress import (
+    AsyncGossipStrategy,
+    CompressedDDPStrategy,
+    CompressedFSDPStrategy,
+    GossipStrategy,
+    LocalSGDStrategy,
+    Moniqua,
+)
 from lightning_compress.codecs import TopK
 from lightning_compress.exchanges import EXCHANGES
 from lightning_compress.settings.parsing import COMPRESSORS
@@ -87,7 +94,8 @@ def test_composes_and_builds(path: Path) -> None:
         OmegaConf.resolve(cfg)
         pytest.skip("no GPU to build this trainer for")
     _, model, trainer = built(cfg)
-    assert isinstance(trainer.strategy, CompressedDDPStrategy | GossipStrategy | LocalSGDStrategy | AsyncGossipStrategy)
+    averaging = CompressedDDPStrategy | CompressedFSDPStrategy | LocalSGDStrategy
+    assert isinstance(trainer.strategy, averaging | GossipStrategy | AsyncGossipStrategy)
     assert sum(p.numel() for p in model.parameters()) > 200_000
 
 
@@ -171,7 +179,12 @@ def test_defaults_are_those_of_python(path: Path) -> None:
     defaults = {key: each.default for key, each in inspect.signature(cls).parameters.items()}
     preset = LOCAL_STEPS.get(path.stem, {})
     defaults |= preset
-    ddp = {"start_method": "popen", "bucket_cap_mb": None}  # of what goes on to DistributedDataParallel
+    ddp = {
+        "start_method": "popen",
+        "bucket_cap_mb": None,
+    }  # of what goes on to the base class
+    ddp |= dict.fromkeys(("process_group_backend",)) | {"save_distributed_checkpoint": True}
+    ddp |= {name: each.default for name, each in inspect.signature(CompressedDDPStrategy).parameters.items()}
     ddp |= dict.fromkeys(("find_unused_parameters", "gradient_as_bucket_view", "static_graph"), False)
     for key, value in shown.items():
         if key in ("compressor", "exchange") and key not in preset:  # groups of their own

@@ -24,7 +24,12 @@ from lightning_compress.settings.run_state import RunState
 
 
 def check(
-    model: nn.Module, settings: RunState, replicas: object, optimizers: Sequence[Optimizer], ranks: Collective
+    model: nn.Module,
+    settings: RunState,
+    replicas: object,
+    optimizers: Sequence[Optimizer],
+    ranks: Collective,
+    cures: checks.Cures = checks.ATTACH,
 ) -> None:
     """Raise ValueError if a sharded model cannot be compressed; see ``checks``.
 
@@ -34,14 +39,15 @@ def check(
         replicas: see ``compress``.
         optimizers: of the model.
         ranks: all of them.
+        cures: what the messages advise.
 
     Raises:
         ValueError: it cannot.
     """
     checks.check_methods(settings)
     units = units_of(model)
-    checks.check_units(model, units)
-    checks.check_replicas(replicas, units, ranks.size)
+    checks.check_units(model, units, cures)
+    checks.check_replicas(replicas, units, ranks.size, cures)
     checks.check_optimizers(optimizers, units)
 
 
@@ -71,7 +77,7 @@ def compress(model: nn.Module, settings: RunState, replicas: DeviceMesh | None, 
     compression = Compression(trained, settings, column, unused=unused, accumulates=False, agree=agree)
 
     def summarise() -> None:
-        compression.run_summary = run_summary(compression.next_settings, planned, world)
+        compression.run_summary = run_summary(compression.next_settings, planned, world, unit="replica")
 
     summarise()
     compression.at_load(summarise)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,12 +13,28 @@ from torch.optim import Optimizer
 from lightning_compress.engine import checks
 from lightning_compress.engine.sharded.hook import ReplicaHook
 from lightning_compress.engine.sharded.units import Unit
+from lightning_compress.reducers import Reducer
 from lightning_compress.settings.run_state import RunState
 
-HOW = (
+
+class Cures(NamedTuple):
+    """What to write instead of what cannot work.
+
+    Args:
+        mesh: how to shard.
+        whole: how to train a model that is not sharded.
+    """
+
+    mesh: str
+    whole: str
+
+
+ATTACH = Cures(
     "mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')), "
-    "fully_shard(module, mesh=mesh['shard']) and attach(model, ..., replicas=mesh['replicate'])"
+    "fully_shard(module, mesh=mesh['shard']) and attach(model, ..., replicas=mesh['replicate'])",
+    "DistributedDataParallel and attach(ddp, ...)",
 )
+"""Of ``attach``."""
 
 
 def check_methods(settings: RunState) -> None:
@@ -34,23 +51,29 @@ def check_methods(settings: RunState) -> None:
     if settings.options.delay:
         raise ValueError("delay=1 does not work with sharded models, as FSDP waits for each average: use delay=0")
     correction = settings.correction
-    if settings.optimizing or (correction and correction.counts_steps):
+    follows = next((each for each in settings.methods if isinstance(each, Reducer) and each.follows_optimizer), None)
+    if follows or settings.optimizing or (correction and correction.counts_steps):
         raise ValueError(
-            f"{settings.steps_by} does a part of the optimizer's work, whose state FSDP shards: use "
+            f"{follows or settings.steps_by} does a part of the optimizer's work, whose state FSDP shards: use "
             "compressor='rotated' or 'qsgd', which leave all of it to the optimizer"
         )
 
 
-def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
+def check_units(model: nn.Module, units: Sequence[Unit], cures: Cures = ATTACH) -> None:
     """Raise ValueError if the gradients of the model do not reach a hook as means over the shards.
+
+    Args:
+        model: sharded.
+        units: of it.
+        cures: for the messages.
 
     Raises:
         ValueError: they do not.
     """
     if not units:
-        raise ValueError(f"fully_shard was applied to no module that has trained parameters: use {HOW}")
+        raise ValueError(f"fully_shard was applied to no module that has trained parameters: use {cures.mesh}")
     for unit in units:
-        _check_unit(unit)
+        _check_unit(unit, cures)
     shards = {tuple(unit.mesh.mesh.flatten().tolist()) for unit in units}
     if len(shards) > 1:
         raise ValueError(
@@ -70,17 +93,17 @@ def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
         raise ValueError("SufficientFactors needs DistributedDataParallel: leave it out for a sharded model")
 
 
-def _check_unit(unit: Unit) -> None:
+def _check_unit(unit: Unit, cures: Cures) -> None:
     mesh, sizes = unit.mesh, tuple(unit.mesh.mesh.shape)
     if not unit.shards:
         raise ValueError(
             f"replicate() was applied to {unit.name}, so that PyTorch averages its gradients over {sizes} ranks "
-            "uncompressed: use DistributedDataParallel and attach(ddp, ...)"
+            f"uncompressed: use {cures.whole}"
         )
     if unit.replicates or len(sizes) > 1:
         raise ValueError(
             f"fully_shard of {unit.name} got the mesh {dict(zip(mesh.mesh_dim_names or '?', sizes, strict=False))}, "
-            f"over whose replicas PyTorch averages uncompressed. It must have the shards alone: use {HOW}"
+            f"over whose replicas PyTorch averages uncompressed. It must have the shards alone: use {cures.mesh}"
         )
     if parallel := [each.name for each in unit.trained if _dimensions(each.parameter()) > 1]:
         raise ValueError(f"{parallel[0]} is sharded over more than one dimension of a mesh (tensor parallel): use one")
@@ -107,25 +130,26 @@ def _dimensions(parameter: object) -> int:
     return int(getattr(parameter, "device_mesh").ndim)  # noqa: B009  # a DTensor's
 
 
-def check_replicas(replicas: object, units: Sequence[Unit], ranks: int) -> None:
+def check_replicas(replicas: object, units: Sequence[Unit], ranks: int, cures: Cures = ATTACH) -> None:
     """Raise ValueError if ``replicas`` is not the other dimension of a mesh of all ranks.
 
     Args:
         replicas: as given.
         units: of the model.
         ranks: in the world.
+        cures: for the messages.
 
     Raises:
         ValueError: it is not.
     """
     if not isinstance(replicas, DeviceMesh) or replicas.ndim != 1:
-        raise ValueError(f"replicas={replicas} must be the mesh of the replicas, of one dimension: use {HOW}")
+        raise ValueError(f"replicas={replicas} must be the mesh of the replicas, of one dimension: use {cures.mesh}")
     shards = units[0].mesh.size()
     common = set(replicas.mesh.tolist()) & set(units[0].mesh.mesh.tolist())
     if replicas.size() * shards != ranks or len(common) != 1:
         raise ValueError(
             f"{replicas.size()} replicas={replicas} of {shards} shards {units[0].mesh} are not the {ranks} ranks: the "
-            f"sizes' product must be, and the two meshes cross in this rank. Use {HOW}"
+            f"sizes' product must be, and the two meshes cross in this rank. Use {cures.mesh}"
         )
 
 

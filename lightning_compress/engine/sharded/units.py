@@ -237,6 +237,12 @@ def units_of(model: nn.Module) -> list[Unit]:
     return [unit for unit in units if unit.trained]
 
 
+def reshard(model: nn.Module) -> None:
+    """Let go of the parameters that an evaluation has left gathered."""
+    for _, each in _modules(model):
+        each.reshard()
+
+
 def roots_of(model: nn.Module) -> list[nn.Module]:
     """Return the outermost modules that ``fully_shard`` was applied to."""
     found = [each for _, each in _modules(model)]
