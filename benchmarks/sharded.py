@@ -76,7 +76,9 @@ def train(run: Run, task: Task) -> dict[str, float]:
         replicate_size=REPLICAS,
         seed=run["seed"],
     )
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    off: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     trainer: Any = pl.Trainer(
         accelerator="cpu", devices=RANKS, strategy=strategy, max_epochs=1, use_distributed_sampler=False, **off
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -49,7 +50,13 @@ class ReducerPlan(ABC):
 
 
 class Reducer(Method, ABC):
-    """Base of reducers. A subclass is a frozen dataclass of its settings."""
+    """Base of reducers. A subclass is a frozen dataclass of its settings.
+
+    Attributes:
+        follows_optimizer: whether it keeps what the optimizer keeps, too, of whole parameters.
+    """
+
+    follows_optimizer: ClassVar[bool] = False
 
     def state(self, layout: Layout) -> Mapping[str, StateSpec]:
         """Declare the state that is kept from step to step, by name."""

@@ -12,7 +12,7 @@ from lightning_compress.strategies import sidecar
 from lightning_compress.strategies.resume import Resume
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies.parallel import ParallelStrategy as _Base
+    from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
 

@@ -96,8 +96,9 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
                 "two sizes out, so that it follows from the other"
             )
         mesh = init_device_mesh(self.root_device.type, (replicas, shards, 1), mesh_dim_names=DIMENSIONS)
-        for name in DIMENSIONS if self._timeout else ():  # else they have 30 minutes
-            _set_pg_timeout(self._timeout, mesh.get_group(name))
+        if self._timeout is not None:
+            for name in DIMENSIONS:  # which have PyTorch's default otherwise
+                _set_pg_timeout(self._timeout, mesh.get_group(name))
         self._device_mesh = mesh
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = mesh
@@ -116,7 +117,9 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _check_model(self, ranks: TorchCollective) -> None:
-        module, trainer = self.lightning_module, self.lightning_module.trainer
+        module = self.lightning_module
+        assert module is not None
+        trainer: Any = module.trainer
         if any("FullyShardedDataParallel" in kinds_of(each) for each in module.modules()):
             raise ValueError(
                 "the model has modules of FSDP1 (torch.distributed.fsdp.FullyShardedDataParallel), whose averages no "
@@ -148,6 +151,7 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
     def setup_optimizers(self, trainer: Any) -> None:
         """Let the replicas average compressed gradients, then set up the optimizers."""
         module, settings = self.lightning_module, self._settings
+        assert module is not None
         self._compression = sharded.compress(module, settings, self.device_mesh["replicate"], TorchCollective())
         super().setup_optimizers(trainer)
         if self.device_mesh["replicate"].size() == 1 < self.world_size:
@@ -184,6 +188,7 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
         """Load the model and the optimizers, then the files beside the checkpoint."""
         with unwatched(self._compression):
             content = super().load_checkpoint(self._beside(checkpoint_path), *args, **kwargs)
+        assert self.lightning_module is not None
         if self._compression is not None and self.lightning_module.trainer.state.fn == "fit":
             warn(restore_compression(self._resume, self.checkpoint_io, content, self._compression))
         return content

@@ -48,7 +48,7 @@ class SyncFSDPAccumulation(_Base):
             self._units = units_of(self.lightning_module)
 
     @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]  # annotated as what it yields
+    def block_backward_sync(self) -> Iterator[None]:
         """Do not reduce over the replicas in the backward passes inside the context."""
         with accumulating(self._units, self.accumulate):
             yield

@@ -5,6 +5,7 @@ import warnings
 
 import lightning.pytorch as pl
 import torch
+import torch._dynamo.convert_frame  # as the first fully_shard of each rank would
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,7 +43,7 @@ class Lit(pl.LightningModule):
         return self.device_mesh["data_parallel"]
 
     def configure_model(self):
-        if self.done or not self.shard:
+        if self.done or not self.shard or self.device_mesh is None:
             return
         self.done = True
         mesh = self.mesh()

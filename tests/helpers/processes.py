@@ -25,6 +25,7 @@ PRELOADED = (
     NUMBA,
     "tests.helpers.numba_ready",
     "tests.helpers.training",
+    "tests.helpers.fsdp",
     "tests.cases",
     "tests.helpers.frozen",
 )

@@ -84,7 +84,7 @@ def test_none_is_native_hsdp(pools, cases):
     ranks = pools[4].run(_pairs, cases)
     for place, name in enumerate(cases):
         assert len({mark for found in ranks for mark in found[place][:2]}) == 1, (name, [each[place] for each in ranks])
-        assert {found[place][2] for found in ranks} == {3.0}, name
+        assert {found[place][2] for found in ranks} == {4.0 if name == "manual" else 3.0}, name
 
 
 def _of_width_one():
@@ -129,10 +129,9 @@ def _began(folder):
     )
     stats, said = strategy.comm_stats(), strategy.report()
     trainer.validate(model, trainer.train_dataloader, verbose=False)
-    trainer.fit_loop.max_steps = trainer.fit_loop.epoch_loop.max_steps = 5
-    trainer.fit(model, trainer.train_dataloader)
-    logged = [{each for each in row if each.startswith("comm/")} for row in logger.experiment.metrics]
-    return look.began, look.sampler, stats, dict(said), logged, fingerprint(model.net), trainer.global_step
+    again, _ = fit(sharded(ROTATED), 2, make=lambda: model)
+    logged = {each for row in logger.experiment.metrics for each in row} if dist.get_rank() == 0 else set()
+    return look.began, look.sampler, stats, dict(said), logged, fingerprint(model.net), again.global_step
 
 
 def test_a_fit_and_another_after_an_evaluation(pools, tmp_path):
@@ -147,8 +146,8 @@ def test_a_fit_and_another_after_an_evaluation(pools, tmp_path):
         assert "x as much" in said["sent"]
         assert "hidden" not in said["average"]
         assert "ms (median)" in said["step"]
-        assert steps == 5
-    assert any("comm/bytes_sent" in row for row in ranks[0][4])
+        assert steps == 2
+    assert "comm/bytes_sent" in ranks[0][4]
 
 
 class Terminated(Callback):

@@ -54,6 +54,7 @@ class AdamMask(Reducer):
     """
 
     name: ClassVar[str] = "adam_mask"
+    follows_optimizer: ClassVar[bool] = True
     density: float = 0.02
     explore: float = 0.1
     rest: Rest = "residual"

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_compress.engine import checks
 from lightning_compress.engine.sharded.hook import ReplicaHook
 from lightning_compress.engine.sharded.units import Unit
+from lightning_compress.reducers import Reducer
 from lightning_compress.settings.run_state import RunState
 
 
@@ -50,9 +51,10 @@ def check_methods(settings: RunState) -> None:
     if settings.options.delay:
         raise ValueError("delay=1 does not work with sharded models, as FSDP waits for each average: use delay=0")
     correction = settings.correction
-    if settings.optimizing or (correction and correction.counts_steps):
+    follows = next((each for each in settings.methods if isinstance(each, Reducer) and each.follows_optimizer), None)
+    if follows or settings.optimizing or (correction and correction.counts_steps):
         raise ValueError(
-            f"{settings.steps_by} does a part of the optimizer's work, whose state FSDP shards: use "
+            f"{follows or settings.steps_by} does a part of the optimizer's work, whose state FSDP shards: use "
             "compressor='rotated' or 'qsgd', which leave all of it to the optimizer"
         )
 
