@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -30,6 +31,8 @@ from lightning_compress.strategies.common import register
 from lightning_compress.strategies.fit import FitMixin
 from lightning_compress.strategies.fsdp_accumulation import SyncFSDPAccumulation
 from lightning_compress.strategies.report import Lines, of_fit
+from lightning_compress.strategies.resume import restore_compression, save_compression
+from lightning_compress.strategies.sidecar import Column
 
 if TYPE_CHECKING:
     _Base = ModelParallelStrategy
@@ -45,6 +48,10 @@ DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
 _DDP = {
     name for each in (DDPStrategy, DistributedDataParallel) for name in inspect.signature(each.__init__).parameters
 } - set(inspect.signature(ModelParallelStrategy.__init__).parameters)
+_TOGETHER = (
+    "a sharded model is saved by all ranks together, and this rank stops by an exception of its own. Go on from the "
+    "last checkpoint"
+)
 _LAYERS = {"MePropMixin": "MeProp", "SufficientFactorsMixin": "SufficientFactors"}
 """Callbacks whose layers work with whole gradients, by their mixins."""
 
@@ -95,6 +102,14 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
         self._device_mesh = mesh
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = mesh
+
+    def setup(self, trainer: Any) -> None:
+        """Set up the fit; callbacks that save on an exception do so if it ends all ranks."""
+        super().setup(trainer)
+        if trainer.state.fn == "fit" and self._rendezvous is not None:
+            for each in trainer.callbacks:
+                if "OnExceptionCheckpoint" in kinds_of(each) or getattr(each, "save_on_exception", False):
+                    self._rendezvous.signals.unless(each, "on_exception", self._refuse_to_save)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -164,21 +179,43 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
         with unwatched(self._compression):
             return super().optimizer_state(optimizer)
 
+    def _begin_states(self) -> None:
+        replicas, shards = self.device_mesh["replicate"], self.device_mesh["data_parallel"]
+        column = Column(shards.get_local_rank(), shards.size())
+        self._resume.begin(TorchCollective(), self.root_device, column, TorchCollective(replicas.get_group()))
+
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load the model and the optimizers."""
+        """Load the model and the optimizers, then the files beside the checkpoint."""
         with unwatched(self._compression):
-            content = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            content = super().load_checkpoint(self._beside(checkpoint_path), *args, **kwargs)
         assert self.lightning_module is not None
         if self._compression is not None and self.lightning_module.trainer.state.fn == "fit":
-            self._load_state(self._compression, content)
+            warn(restore_compression(self._resume, self.checkpoint_io, content, self._compression))
         return content
 
     def _save_state(self, compression: Compression, checkpoint: dict[str, Any], filepath: str) -> None:
-        """Save nothing beside what ``ModelParallelStrategy`` saves: residuals are not in checkpoints yet."""
+        save_compression(self._resume, self.checkpoint_io, self._beside(filepath), checkpoint, compression)
 
-    def _load_state(self, compression: Compression, checkpoint: Mapping[str, Any]) -> None:
-        """Begin with empty residuals."""
-        compression.reset()
+    @property
+    def _ends_alone(self) -> bool:
+        """Whether an exception ends the fit on this rank, of which the others may not know, as they do of a SIGTERM."""
+        error = sys.exc_info()[1]
+        return self.world_size > 1 and self.gives_up and error is not None and "SIGTERMException" not in kinds_of(error)
+
+    def _refuse_to_save(self) -> bool:
+        if self._ends_alone:
+            warn(f"nothing is saved: {_TOGETHER}")
+        return self._ends_alone
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the model's state; Lightning begins to save with it.
+
+        Raises:
+            RuntimeError: this rank ends by an exception, and would wait for the others.
+        """
+        if self._ends_alone:
+            raise RuntimeError(f"nothing can be saved: {_TOGETHER}")
+        return super().lightning_module_state_dict()
 
     def _figures(self, compression: Compression) -> Lines:
         return of_fit(compression, self.device_mesh["replicate"].size(), self._clock, hides=False)
@@ -217,8 +254,8 @@ class CompressedFSDPStrategy(CompressedFSDPMixin, ModelParallelStrategy):
     compression, with R replicas of S shards; what FSDP2 sends within a replica is unchanged. ``"auto"`` measures the
     link between the replicas.
 
-    Checkpoints are those of ``ModelParallelStrategy``, and have no residuals yet: error feedback begins from zero when
-    a run is resumed.
+    Checkpoints are those of ``ModelParallelStrategy``, with a file for each rank beside them. All ranks save together,
+    as on a SIGTERM, of which all know. Where an exception ends one rank, nothing is saved.
 
     Args:
         compressor: See ``CompressedDDPStrategy``. Methods that do a part of the optimizer's work (``onebit_adam``,
@@ -232,6 +269,19 @@ class CompressedFSDPStrategy(CompressedFSDPMixin, ModelParallelStrategy):
         accumulate: What is sent in micro-batches that accumulate gradients: "sharded" or "unsharded"; default
             "sharded". "sharded": gradients are averaged over the shards only. "unsharded": nothing is sent, and each
             rank keeps whole gradients. The replicas average once a step with both; see ``SyncFSDPAccumulation``.
+        state: Where checkpoints keep residuals and other per-rank state: "sidecar", "mean" or "none"; default
+            "sidecar".
+
+            - "sidecar": one file per rank in a folder beside the checkpoint (``epoch=3.ckpt.lc``). The run resumes bit
+              for bit. A file has the bytes that ``CompressedDDPStrategy`` names, per parameter of the rank's shard.
+            - "mean": the mean over the replicas: one file per shard in that folder. Of one shard, it is inside the
+              checkpoint.
+            - "none": nothing.
+
+            With another number of replicas, every rank resumes from the mean over those that saved. With another number
+            of shards, error feedback begins from zero, and warm-up and schedules at step 0, with a warning.
+        strict_state: Whether state that cannot be restored is an error: True or False; default False. False: warn, and
+            start from zero.
         **kwargs: The other arguments of ``CompressedDDPStrategy`` but ``local_clip_norm`` and ``delay``, and those of
             Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``, ``process_group_backend``,
             ``timeout``. Rules and ``min_numel`` judge whole parameters, not shards.

@@ -42,7 +42,7 @@ class FitMixin(CompressionMixin, CommonMixin):
         fitting = trainer.state.fn == "fit"
         if fitting:
             self._check_fit(trainer)
-            self._resume.begin(TorchCollective(), self.root_device)
+            self._begin_states()
             self._rendezvous = Rendezvous.everywhere(trainer, self.root_device) if self.world_size > 1 else None
         super().setup(trainer)
         self._earlier_choice = None
@@ -54,6 +54,10 @@ class FitMixin(CompressionMixin, CommonMixin):
                 self._tell()
             if getattr(trainer, "enable_autolog_hparams", True) and self.is_global_zero:  # from Lightning 2.6 on
                 log_hyperparameters(trainer, self.compression.run_summary)
+
+    def _begin_states(self) -> None:
+        """Let the ranks agree on how they save their states. Collective."""
+        self._resume.begin(TorchCollective(), self.root_device)
 
     def _check_fit(self, trainer: Any) -> None:
         """Raise ValueError, on every rank, if the fit cannot work. Collective."""

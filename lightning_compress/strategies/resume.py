@@ -19,12 +19,15 @@ from lightning_compress.engine.delayed import DelayedCompression
 from lightning_compress.periodic.synchroniser import differing
 from lightning_compress.planning.decide import keep
 from lightning_compress.strategies import sidecar
+from lightning_compress.strategies.part_file import Files
 from lightning_compress.strategies.report import size as readable
-from lightning_compress.strategies.sidecar import Files, Save, Saved, SavedState, Tree
+from lightning_compress.strategies.sidecar import ALL, Column, Save, Saved, SavedState, Tree
 
 
 class Resume:
     """Save and restore one tree of tensors and primitives per rank.
+
+    Of a sharded model, the ranks of each column have states of their own, but all ranks save and restore together.
 
     Args:
         state: where the state goes. "sidecar": each rank writes its own file beside the checkpoint, and the run
@@ -34,14 +37,17 @@ class Resume:
 
     Attributes:
         path: of the checkpoint that was loaded last; set it when one is loaded.
-        ranks, device: of the current fit, for the collective calls; set by ``begin``.
+        everyone, ranks, column, device: of the current fit, set by ``begin``: all ranks, those of this rank's column,
+            which it is, and the device for the collective calls.
         saves: number of saves so far in the current fit.
 
     Raises:
         ValueError: ``state`` or ``strict`` has another value.
     """
 
+    everyone: Collective
     ranks: Collective
+    column: Column
     device: torch.device
 
     def __init__(self, state: SavedState, strict: bool) -> None:
@@ -55,11 +61,20 @@ class Resume:
         self._run = 0
         self.saves = 0
 
-    def begin(self, ranks: Collective, device: torch.device) -> None:
-        """Start a fit: all ranks agree on a random number that identifies it. Collective."""
-        self.ranks, self.device = ranks, device
+    def begin(
+        self, everyone: Collective, device: torch.device, column: Column = ALL, ranks: Collective | None = None
+    ) -> None:
+        """Start a fit: all ranks agree on a random number that identifies it. Collective.
+
+        Args:
+            everyone: all ranks.
+            device: for the collective calls.
+            column: this rank's.
+            ranks: those of the column; None: all.
+        """
+        self.everyone, self.ranks, self.column, self.device = everyone, ranks or everyone, column, device
         drawn = torch.tensor(random.SystemRandom().getrandbits(62), dtype=torch.int64, device=device)
-        ranks.broadcast(drawn, device)
+        everyone.broadcast(drawn, device)
         self._run, self.saves = int(drawn), 0
 
     def save(
@@ -71,6 +86,7 @@ class Resume:
         step: int,
         tree: Tree,
         alone: bool = False,
+        once: bool = False,
     ) -> None:
         """Write this rank's file and add the manifest to a checkpoint that is about to be written. Collective.
 
@@ -86,6 +102,7 @@ class Resume:
             tree: tensors and primitives of this rank. ``tree["common"]``, if present, must be the same on all ranks:
                 otherwise no rank restores anything.
             alone: do not wait for the other ranks, because training is being aborted and they may be gone.
+            once: see ``sidecar.write``.
 
         Raises:
             Exception: this rank's file cannot be written.
@@ -93,15 +110,16 @@ class Resume:
         """
         if self.state == "none" or "optimizer_states" not in content:
             return
-        with contextlib.nullcontext() if alone else _together(path, self.ranks, self.device):
-            sidecar.write(files, path, content, Save(self._run, self.saves, step), method, tree, self.ranks)
+        with contextlib.nullcontext() if alone else _together(path, self.everyone, self.device):
+            save = Save(self._run, self.saves, step)
+            sidecar.write(files, path, content, save, method, tree, self.ranks, self.column, once)
         self.saves += 1
 
     def restore(self, read: Callable[[], tuple[Tree, object]]) -> Tree:
         """Return this rank's tree if every rank could read its own and the common parts agree. Collective.
 
         Args:
-            read: returns this rank's tree, and the part of it that must be the same on all ranks.
+            read: returns this rank's tree, and the part of it that must be the same on all ranks of the column.
 
         Raises:
             ValueError: on every rank, with the first problem.
@@ -113,10 +131,32 @@ class Resume:
         except Exception as error:  # the other ranks wait for this rank's answer
             problem = error
         said = {"files (their steps, settings, or what all ranks have in common)": common}
-        why = consensus.disagreement(said, problem, self.ranks, self.device)
+        whole = self.column.shards == 1
+        why = consensus.disagreement(said if whole else {}, problem, self.everyone, self.device)
         if why or tree is None:
             raise ValueError(why) from problem
+        if not whole:
+            with self.together():
+                consensus.check(said, None, self.ranks, self.device, "")
         return tree
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise ValueError on all ranks if the block raises it on all ranks of a column. Collective."""
+        if self.column.shards == 1:
+            yield
+            return
+        problem = None
+        try:
+            yield
+        except ValueError as error:  # the other columns wait for this one's answer
+            problem = error
+        consensus.check({}, problem, self.everyone, self.device, "")
+
+    def differs(self, entries: list[dict[str, Any]]) -> bool:
+        """Return whether a state differs between the ranks of a column; of all columns, for a collective answer."""
+        own = any(entry["holder"] != "shared" for entry in entries)
+        return own if self.column.shards == 1 else consensus.anywhere([own], self.everyone, self.device)[0]
 
     def read_own(self, files: Files, content: Mapping[str, Any], method: str) -> tuple[Tree, object]:
         """Read this rank's file of a run with a model per rank; for ``restore``.
@@ -163,27 +203,30 @@ def save_compression(
 ) -> None:
     """Save the state of a gradient compression with a checkpoint; see ``Resume.save``. Collective.
 
-    With ``state="mean"`` the mean over the ranks goes into ``content``. It needs all ranks, so ``alone`` saves nothing
-    unless the state is the same on every rank.
+    With ``state="mean"`` the mean over the ranks goes into ``content``; of a sharded model, one file per shard goes
+    beside it. It needs all ranks, so ``alone`` saves nothing unless the state is the same on every rank.
     """
     if "optimizer_states" in content and (chosen := keep(compression.settings)):
         content[sidecar.CHOSEN] = chosen
     if not compression.active or "optimizer_states" not in content:
         return
     if correction := compression.settings.correction:
-        for optimizer in content["optimizer_states"]:
+        for optimizer in filter(None, content["optimizer_states"]):  # rank 0 alone may have them
             correction.restore_optimizer(optimizer)
     if resume.state == "none":
         return
     state, ranks = compression.state_dict(), resume.ranks
     entries = [entry for group in state["groups"] for entry in group["states"].values()]
-    differs = any(entry["holder"] != "shared" for entry in entries)
+    differs = resume.differs(entries)
     if resume.state == "sidecar" and differs:
-        if not resume.saves and ranks.rank == 0:
+        if not resume.saves and resume.everyone.rank == 0:
             size = sum(entry["numbers"].nbytes for entry in entries) + state_dict.bytes_in_flight(state)
             where = os.path.basename(sidecar.folder_for(path))
             rank_zero_info(f"lightning_compress: residuals saved in {where}, {readable(size)} a rank")
         resume.save(files, path, content, state["method"], compression.step, state, alone)
+    elif resume.column.shards > 1:
+        state = sidecar.averaged(state, ranks, ranks.size, resume.device)
+        resume.save(files, path, content, state["method"], compression.step, state, once=True)
     elif not (differs and alone):
         sidecar.write_inside(content, state, ranks, resume.device)
 
@@ -199,23 +242,30 @@ def restore_compression(resume: Resume, files: Files, content: Mapping[str, Any]
     """
     compression.reset()
     manifest, ranks, device = content.get(sidecar.KEY), resume.ranks, resume.device
-    if manifest is None and not (compression.active and compression.settings.keeps_state):
+    keeps, shards = compression.settings.keeps_state, resume.column.shards
+    absent, apart = manifest is None, sidecar.shards_of(manifest) != shards
+    if (absent and not (compression.active and keeps)) or (apart and not keeps):
         return ""
 
     def read() -> tuple[Tree, object]:
         if not compression.active and compression.settings.chosen is None:
-            raise ValueError("this run does not compress (one rank, or 'none'): the saved residual is dropped")
-        state = sidecar.read(files, resume.path, manifest, compression.settings.families, ranks, device)
+            raise ValueError(
+                "this run does not compress (one rank or replica, or 'none'): the saved residual is dropped"
+            )
+        families = compression.settings.families
+        state = sidecar.read(files, resume.path, manifest, families, ranks, device, resume.column)
         return state, state_dict.common(state)
 
     try:
         saved = resume.restore(read)
         if "summands" in saved:
+            unit = "ranks" if shards == 1 else "replicas"
             rank_zero_info(
-                f"lightning_compress: {resume.path} was saved by {saved['summands']} ranks; each of these {ranks.size} "
-                "ranks starts from the mean of their residuals"
+                f"lightning_compress: {resume.path} was saved by {saved['summands']} {unit}; each of these "
+                f"{ranks.size} {unit} starts from the mean of their residuals"
             )
-        compression.load_state_dict(sidecar.redistribute(saved, ranks, device))
+        with resume.together():
+            compression.load_state_dict(sidecar.redistribute(saved, ranks, device))
     except ValueError as error:  # the same on all ranks
         compression.reset()
         instead = "Error feedback begins again from zero, and warm-up and schedules at their first step"

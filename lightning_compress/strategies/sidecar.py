@@ -4,6 +4,9 @@
     epoch=3.ckpt.lc/<save>.rank0.pt       one file per rank and save, tensors and primitives only
     hpc.lc/<save>.rank0.pt                the same for hpc_ckpt_<n>.ckpt, which Lightning saves on a cluster's signal
 
+The checkpoint may be a folder. Of a model in S shards, rank r has shard r % S. The ranks with the same shard are its
+column: their states may be averaged with each other, and with no others.
+
 A file belongs to one save; it is written under a temporary name and renamed. When a checkpoint is overwritten, the
 files of the previous save stay until the next one, so at any moment one complete checkpoint exists.
 """
@@ -13,18 +16,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from fsspec.core import url_to_fs
 
 from lightning_compress.collectives import Collective
 from lightning_compress.core import state_check, state_dict
-from lightning_compress.core.foreign import foreign_class
 from lightning_compress.core.state_dict import StateDict
+from lightning_compress.strategies.part_file import Files, content_of
 
 KEY = "lightning_compress"
 """The checkpoint's key of the manifest."""
@@ -40,16 +42,6 @@ NAME = re.compile(r"[0-9a-f]{16}-\d{1,18}-\d{1,18}")
 SavedState = Literal["sidecar", "mean", "none"]
 Tree = dict[str, Any]
 """Tensors and primitives, in mappings and lists."""
-
-
-class Files(Protocol):
-    """The methods that are used of a Lightning ``CheckpointIO``."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any) -> None:
-        """Write a checkpoint."""
-
-    def load_checkpoint(self, path: Any, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; tensors and primitives only."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,37 @@ class Save:
         return f"{self.run:016x}-{self.count}-{self.step}"
 
 
+@dataclass(frozen=True)
+class Column:
+    """The ranks that hold the same shard of a model.
+
+    Args:
+        shard: its number.
+        shards: of the model; 1 if it is not sharded.
+    """
+
+    shard: int = 0
+    shards: int = 1
+
+    def rank(self, place: int) -> int:
+        """Return the number among all ranks of the one at this place of the column."""
+        return place * self.shards + self.shard
+
+
+ALL = Column()
+"""All ranks, where each has the whole model."""
+
+
 def write(
-    files: Files, path: str, checkpoint: dict[str, Any], save: Save, method: str, tree: Tree, ranks: Collective
+    files: Files,
+    path: str,
+    checkpoint: dict[str, Any],
+    save: Save,
+    method: str,
+    tree: Tree,
+    ranks: Collective,
+    column: Column = ALL,
+    once: bool = False,
 ) -> None:
     """Write this rank's file, add the manifest to the checkpoint, and remove files that no checkpoint needs.
 
@@ -82,19 +103,24 @@ def write(
         save: the same on all ranks.
         method: name of the method that can resume from it.
         tree: of this rank.
-        ranks: used for their number only, without communication: an exception or signal handler may save.
+        ranks: the column's; used for their number only, without communication: an exception or signal handler may save.
+        column: that these ranks are.
+        once: the tree is of the whole column, and its first rank alone writes it.
     """
-    folder, ending = folder_for(path), f".rank{ranks.rank}.pt"
-    content = {"save": str(save), "tree": tree, "checksum": state_dict.checksum(tree)}
-    files.save_checkpoint(content, f"{folder}/{save}{ending}")
-    _drop_older(folder, ending, save)
+    folder, ending = folder_for(path), f".rank{column.rank(ranks.rank)}.pt"
+    if not once or ranks.rank == 0:
+        content = {"save": str(save), "tree": tree, "checksum": state_dict.checksum(tree)}
+        files.save_checkpoint(content, f"{folder}/{save}{ending}")
+        _drop_older(folder, ending, save)
     checkpoint[KEY] = {
         "format": FORMAT,
         "method": method,
-        "world_size": ranks.size,
+        "world_size": ranks.size * column.shards,
         "save": str(save),
         "folder": os.path.basename(folder),
     }
+    if column.shards > 1:
+        checkpoint[KEY] |= {"shards": column.shards, "once": once}
 
 
 def folder_for(path: str) -> str:
@@ -139,7 +165,7 @@ def write_inside(checkpoint: dict[str, Any], state: StateDict, ranks: Collective
         ranks: to average over.
         device: for the collective calls.
     """
-    state = _averaged(state, ranks, ranks.size, device)
+    state = averaged(state, ranks, ranks.size, device)
     checkpoint[KEY] = {"format": FORMAT, "method": state["method"], "world_size": ranks.size, "tree": state}
 
 
@@ -170,19 +196,28 @@ class Saved:
     """A checkpoint's manifest, validated.
 
     Args:
-        ranks: number of ranks that saved.
+        ranks: number of ranks that saved, of each column.
         inside: the state inside the checkpoint, if there are no files; else None.
         save: name of the save.
         place: path of the ranks' files, up to the rank's number.
+        once: there is one file for each column, of its first rank.
     """
 
     ranks: int
     inside: object = None
     save: str = ""
     place: str = ""
+    once: bool = False
 
     @classmethod
-    def of(cls, path: str, manifest: object, methods: Sequence[str] | None, size: int | None = None) -> Saved:
+    def of(
+        cls,
+        path: str,
+        manifest: object,
+        methods: Sequence[str] | None,
+        size: int | None = None,
+        shards: int = 1,
+    ) -> Saved:
         """Validate a manifest.
 
         Args:
@@ -190,15 +225,17 @@ class Saved:
             manifest: the checkpoint's content under ``KEY``; may be anything.
             methods: names of the methods whose state this run can resume from, its own first; None: any.
             size: required number of ranks; None: any.
+            shards: of this run's model.
 
         Raises:
-            ValueError: it is missing or damaged, or of another method or number of ranks.
+            ValueError: it is missing or damaged, or of another method or number of ranks or shards.
         """
         if not isinstance(manifest, Mapping) or manifest.get("format") != FORMAT:
             raise ValueError("the checkpoint was saved without compression, or by a version that this one cannot read")
         method, ranks = manifest.get("method"), manifest.get("world_size")
         if not isinstance(method, str) or type(ranks) is not int or not 0 < ranks <= MOST_RANKS:
             raise ValueError("the checkpoint's manifest is damaged")
+        ranks = _check_shards(shards_of(manifest), ranks, shards)
         if size not in (None, ranks):
             raise ValueError(f"the checkpoint is of {ranks} ranks, and this run has {size}")
         if methods is not None and method not in methods:
@@ -211,7 +248,7 @@ class Saved:
         plain = os.path.basename(folder) == folder and folder.endswith(".lc") and "::" not in folder
         if not plain or not NAME.fullmatch(save):
             raise ValueError("the checkpoint's manifest names files outside of its folder")
-        return cls(ranks, None, save, f"{_folder(path, folder, save)}/{save}.rank")
+        return cls(ranks, None, save, f"{_folder(path, folder, save)}/{save}.rank", manifest.get("once") is True)
 
     def part(self, files: Files, rank: int, check: Callable[[object], Tree]) -> Tree:
         """Return one rank's tree, with its tensors on the CPU.
@@ -225,11 +262,32 @@ class Saved:
             ValueError: the file is missing, damaged or of another save.
         """
         path = f"{self.place}{rank}.pt"
-        content = _content(files, path, self.save)
+        content = content_of(files, path, self.save)
         tree = check(_tree(content))
         if "tree" in content and content.get("checksum") != state_dict.checksum(tree):  # torch.load does not check it
             raise ValueError(f"{path} is damaged: its checksum is wrong")
         return tree
+
+
+def _check_shards(saved: object, ranks: int, shards: int) -> int:
+    """Return how many of the ranks that saved are in a column; raise ValueError if it had other shards than these."""
+    if type(saved) is not int or saved < 1 or ranks % saved:
+        raise ValueError("the checkpoint's manifest is damaged")
+    if saved != shards:
+        raise ValueError(
+            f"the checkpoint is of a model in {_counted(saved)}, and this run has {_counted(shards)}: what a rank has "
+            "not sent yet belongs to its shard"
+        )
+    return ranks // saved
+
+
+def shards_of(manifest: object) -> object:
+    """Return the number of shards of the model whose states a manifest names; anything if it is damaged."""
+    return manifest.get("shards", 1) if isinstance(manifest, Mapping) else 1
+
+
+def _counted(shards: int) -> str:
+    return "one shard" if shards == 1 else f"{shards} shards"
 
 
 def _tree(content: Mapping[str, Any]) -> object:
@@ -238,7 +296,13 @@ def _tree(content: Mapping[str, Any]) -> object:
 
 
 def read(
-    files: Files, path: str, manifest: object, methods: Sequence[str], ranks: Collective, device: torch.device
+    files: Files,
+    path: str,
+    manifest: object,
+    methods: Sequence[str],
+    ranks: Collective,
+    device: torch.device,
+    column: Column = ALL,
 ) -> StateDict:
     """Return this rank's state of a compression.
 
@@ -250,24 +314,25 @@ def read(
         path: of the checkpoint.
         manifest: the checkpoint's content under ``KEY``.
         methods: names of the methods whose state this run can resume from, its own first.
-        ranks: of this run, used without communication.
+        ranks: of this run's column, used without communication.
         device: where the state's numbers go.
+        column: that these ranks are.
 
     Raises:
-        ValueError: a file is missing, damaged, of another save or of another method.
+        ValueError: a file is missing, damaged, of another save or of another method; or the model had other shards.
     """
-    saved = Saved.of(path, manifest, methods)
-    if saved.inside is not None:
+    saved = Saved.of(path, manifest, methods, shards=column.shards)
+
+    def part(rank: int) -> StateDict:
+        state: StateDict = state_dict.moved(saved.part(files, column.rank(rank), state_check.check), device)
+        return state
+
+    if saved.inside is not None or saved.once:
         share = {"owner": saved.ranks / ranks.size}
-        inside = state_check.check(saved.inside)
+        inside = part(0) if saved.once else state_check.check(saved.inside)
         return state_dict.mapped(
             inside, lambda each: each | {"numbers": each["numbers"] * share.get(each["holder"], 1)}
         )
-
-    def part(rank: int) -> StateDict:
-        state: StateDict = state_dict.moved(saved.part(files, rank, state_check.check), device)
-        return state
-
     if saved.ranks == ranks.size:
         return part(ranks.rank)
     earlier = range(ranks.rank, saved.ranks, ranks.size)
@@ -289,11 +354,18 @@ def redistribute(state: StateDict, ranks: Collective, device: torch.device) -> S
     """Finish ``read`` on another number of ranks: return the mean. Call it once all ranks have read. Collective."""
     if "summands" not in state:
         return state
-    return _averaged(state, ranks, state.pop("summands"), device)
+    return averaged(state, ranks, state.pop("summands"), device)
 
 
-def _averaged(state: StateDict, ranks: Collective, summands: int, device: torch.device) -> StateDict:
-    """Return the state with means over the ranks for all entries that differ between ranks, on ``device``."""
+def averaged(state: StateDict, ranks: Collective, summands: int, device: torch.device) -> StateDict:
+    """Return the state with means over the ranks for all entries that differ between ranks, on ``device``. Collective.
+
+    Args:
+        state: of this rank.
+        ranks: to average over.
+        summands: number of states whose sum the ranks' states are together.
+        device: of the numbers.
+    """
 
     def mean(entry: StateDict) -> StateDict:
         if entry["holder"] == "shared":
@@ -319,46 +391,3 @@ def _folder(path: str, named: str, save: str) -> str:
         if fs.exists(folder) and any(os.path.basename(file).startswith(f"{save}.") for file in fs.ls(folder, False)):
             return place
     return places[0]
-
-
-def _content(files: Files, path: str, save: str) -> Mapping[str, Any]:
-    fs, place = url_to_fs(path)
-    if not fs.exists(place):
-        raise ValueError(
-            f"{path} is missing: the run ended before it was written, or the folder was not copied with the "
-            "checkpoint. Copy the folder too"
-        )
-    try:
-        content = _load(files, path)
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        if foreign := foreign_class(error):
-            reason = f"it holds a {foreign}, and only tensors, numbers, texts, lists and mappings are allowed"
-        raise ValueError(f"{path} cannot be read: {reason}") from error
-    if not isinstance(content, Mapping) or content.get("save") != save:
-        raise ValueError(f"{path} is of another save than the checkpoint")
-    return content
-
-
-def _load(files: Files, path: str) -> object:
-    """Read tensors and primitives only: no code in a file runs, and nothing unpacks to more than the file's size.
-
-    Files of torch.save are read here, because a user's CheckpointIO, or that of an older Lightning, may not accept
-    ``weights_only``. A CheckpointIO with its own format must accept it.
-    """
-    fs, place = url_to_fs(path)
-    with fs.open(place, "rb") as file:
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                records = archive.infolist()
-                size = file.seek(0, os.SEEK_END)
-                stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
-                if not stored or sum(record.file_size for record in records) > size:
-                    raise ValueError("it is not a file that torch.save writes")
-                file.seek(0)
-                content = torch.load(file, map_location="cpu", weights_only=True)
-                # earlier versions used another checksum, so check the archive's own
-                if isinstance(content, dict) and "state" in content and archive.testzip():
-                    raise ValueError("it is damaged: its checksum is wrong")
-                return content
-    return files.load_checkpoint(path, weights_only=True)

@@ -98,6 +98,16 @@ class Signals:
 
         self._replace(owner, name, around)
 
+    def unless(self, owner: Any, name: str, refused: Callable[[], bool]) -> None:
+        """Leave calls of a callback's method out where ``refused``, until ``release``."""
+        method = getattr(owner, name)
+
+        def unless(*given: Any) -> None:
+            if not refused():
+                method(*given)
+
+        self._replace(owner, name, unless)
+
     def _replace(self, owner: Any, name: str, by: Callable[..., None]) -> None:
         vars(owner)[name] = by
         self._replaced.append((owner, name))

@@ -95,11 +95,12 @@ def stock(accumulate=None):
     return made
 
 
-def fit(strategy, steps=3, make=Lit, data=None, ckpt_path=None, **options):
+def fit(strategy, steps=3, make=Lit, data=None, ckpt_path=None, quiet=True, **options):
     """Train on this rank; returns the trainer and the model."""
     model = make()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        if quiet:
+            warnings.simplefilter("ignore")
         trainer = quiet_trainer(strategy, **{"max_steps": steps, "max_epochs": 100, "limit_val_batches": 0, **options})
         trainer.fit(model, data or DataLoader(Letters(), 4), ckpt_path=ckpt_path)
     return trainer, model
