@@ -56,7 +56,8 @@ def _qsgd_bytes(codec: QSGD, layout: Layout) -> int:
 def _qsgd_entropy_bytes(codec: QSGD, layout: Layout) -> int:
     bucket = min(codec.bucket, 8 * -(-layout.numel // 8))
     buckets = -(-layout.numel // bucket)
-    codes = buckets * sparse_sizes.planes(codec.bits, -(-bucket // 64) * 64)
+    last = -(-(layout.numel - (buckets - 1) * bucket) // 64) * 64
+    codes = sparse_sizes.planes(codec.bits, (buckets - 1) * -(-bucket // 64) * 64 + last)
     return -(-5 * buckets // 16) * 16 + 16 + codes + 4 + 8
 
 

@@ -30,7 +30,7 @@ LIMIT = 12
 """Longest code, in bits: a table of ``2^LIMIT`` entries decodes one."""
 PAD = 8
 """Zeros behind the streams, because they are read 8 bytes at a time."""
-_ROW = 64
+ROW = 64
 """Elements of a bucket are filled up with zeros to a multiple of this."""
 _USUAL = 0.81
 """Coded bytes in those of 4-bit codes, as gradients of several models have them."""
@@ -158,15 +158,16 @@ class EntropyPlan(SourcePlan):
                     f"{device.type} by {kernels.compiler(device) or 'tensor operations'}; use coding='packed'"
                 )
         self._width, self._buckets = block_shape(layout.numel, bucket)
-        self._padded = -(-self._width // _ROW) * _ROW
+        self._padded = -(-self._width // ROW) * ROW
+        last = layout.numel - (self._buckets - 1) * self._width
+        coded = (self._buckets - 1) * self._padded + -(-last // ROW) * ROW  # elements
         self._bits, self._top = bits, 2 ** (bits - 1) - 1
         self._tables = tables(bits)
         self._lengths = aligned(5 * self._buckets)
         self._low = self._lengths + 4 * STREAMS
-        self._body = self._low + self._buckets * self._padded * (bits - LEAST_BITS) // 8
-        coded = self._buckets * self._padded // 2
-        self.message_size = self._body + coded + STREAMS + PAD if layout.numel else 0
-        self._expected = self._body + int(_USUAL * coded) + PAD if layout.numel else 0
+        self._body = self._low + coded * (bits - LEAST_BITS) // 8
+        self.message_size = self._body + coded // 2 + STREAMS + PAD if layout.numel else 0
+        self._expected = self._body + int(_USUAL * coded / 2) + PAD if layout.numel else 0
 
     def encode_from(self, source: Source, rest: Tensor | None, message: Tensor, key: int) -> None:
         """See ``Plan.encode_from``."""

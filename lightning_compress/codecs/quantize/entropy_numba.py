@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.codecs.quantize.entropy import LIMIT, STREAMS
+from lightning_compress.codecs.quantize.entropy import LIMIT, ROW, STREAMS
 from lightning_compress.codecs.quantize.levels_numba import fit, step
 from lightning_compress.core.source_numba import begin_write, borrow, end_write, load
 from lightning_compress.kernels.numba import kernel, simd, simd_pairs
@@ -13,8 +13,8 @@ LANES = simd.LANES
 _GAMMA = np.uint64(simd.GAMMA)
 _MASK = np.uint64((1 << LIMIT) - 1)
 _THREE, _FOUR, _SEVEN, _LENGTH = np.uint64(3), np.uint64(4), np.uint64(7), np.uint64(15)
-_STREAMS = STREAMS
-"""Streams that ``_take`` decodes at a time."""
+_ROW, _STREAMS = ROW, STREAMS
+"""See ``entropy.py``; ``_take`` decodes four streams."""
 
 
 @kernel
@@ -26,7 +26,7 @@ def encode(
     Args:
         source: see ``source_numba.py``; the last bucket may be shorter.
         width: elements of a bucket.
-        padded: of them with the zeros behind; a multiple of 4 rows.
+        padded: of them with the zeros behind.
         top: the largest level.
         limit: see ``levels.fit``.
         start: uint64, the state before the first random word.
@@ -53,28 +53,29 @@ def encode(
         begin, bits, held = byte, np.uint64(0), np.uint64(0)
         for bucket in range(count * stream // _STREAMS, count * (stream + 1) // _STREAMS):
             first, last = bucket * width, min((bucket + 1) * width, numel)
+            some = padded if last - first == width else (last - first + _ROW - 1) // _ROW * _ROW
             if len(rest):
                 given = rest[first:last]
                 found = load(source, first, last, given)
             else:
                 given, found = borrow(source, first, last, room)
             most, vector = max(most, found), given
-            if last - first < padded:
+            if last - first < some:
                 tile[: last - first] = given
-                tile[last - first :] = 0
+                tile[last - first : some] = 0
                 vector = tile
             largest[:] = 0
-            for index in range(0, padded, 4 * LANES):
+            for index in range(0, some, 4 * LANES):
                 simd.raise_to(largest, 0, vector, index, LANES)
             norms[bucket], factors[:] = fit(largest.max(), top, limit)
-            for index in range(0, padded, 2 * LANES):
+            for index in range(0, some, 2 * LANES):
                 state = start + np.uint64((first + index) // 4) * _GAMMA
                 simd.round_levels(levels, index, vector, index, factors, 0, offset, state, move)
-            _write_low(low, bucket * (padded // 8 * raw), levels, raw)
-            for index in range(0, padded, LANES):
+            _write_low(low, bucket * (padded // 8 * raw), levels[:some], raw)
+            for index in range(0, some, LANES):
                 simd.write_4(pairs, index // 2, levels, index, np.uint8(raw))
-            table = _table_for(levels, bounds)
-            byte, bits, held, table = _put(pairs, codes, table, body, byte, bits, held)
+            table = _table_for(levels[:some], bounds)
+            byte, bits, held, table = _put(pairs[: some // 2], codes, table, body, byte, bits, held)
             chosen[bucket] = table
             if len(rest):
                 _subtract(given, levels, step(norms[bucket], top))
@@ -197,27 +198,30 @@ def decode(
             return False
         at = (8 * ends[:_STREAMS]).astype(np.uint64)
         for row in range((count + _STREAMS - 1) // _STREAMS):
-            if row < count // _STREAMS:
+            if row < (count - 1) // _STREAMS:  # the last bucket may be shorter
                 _take(streams, at, codes, chosen, row, pairs)
             for stream in range(_STREAMS):
                 bucket = count * stream // _STREAMS + row
                 if bucket >= count * (stream + 1) // _STREAMS:
                     continue
-                if row >= count // _STREAMS:
-                    at[stream] = _take_one(streams, at[stream], codes[chosen[bucket]], pairs[stream])
+                first, last = bucket * width, min((bucket + 1) * width, out[3])
+                some = padded if last - first == width else (last - first + _ROW - 1) // _ROW * _ROW
+                if row >= (count - 1) // _STREAMS:
+                    own = pairs[stream, : some // 2]
+                    at[stream] = _take_one(streams, at[stream], codes[chosen[bucket]], own)
                 add = accumulate or number > 0
+                part, full = begin_write(out, first, last, room, add), tile[:some]
                 step, place = steps[number, bucket], low + bucket * (padded // 8 * raw)
-                _add(out, bucket * width, width, pairs[stream], message, place, raw, step, tile, room, add)
+                _add(part, pairs[stream], message, place, raw, step, full, add)
+                end_write(out, first, last, part)
         for stream in range(_STREAMS):
             whole &= np.int64((at[stream] + _SEVEN) >> _THREE) == ends[stream + 1]
     return whole
 
 
 @kernel
-def _add(out, first, width, pairs, message, place, raw, step, tile, room, accumulate):
-    """Add a bucket to its place, or write it there."""
-    last = min(first + width, out[3])
-    part = begin_write(out, first, last, room, accumulate)
+def _add(part, pairs, message, place, raw, step, tile, accumulate):
+    """Add a bucket to its elements, or write it there, in ``tile`` if that is longer."""
     target = part if len(part) == len(tile) else tile
     if not accumulate or len(part) < len(tile):
         target[:] = 0
@@ -226,7 +230,6 @@ def _add(out, first, width, pairs, message, place, raw, step, tile, room, accumu
     _add_rows(target, pairs, message, place, raw, step)
     if len(part) < len(tile):
         part[:] = tile[: len(part)]
-    end_write(out, first, last, part)
 
 
 @kernel

@@ -31,8 +31,8 @@ def test_numbers_are_those_of_packed_messages(bits, numel, bucket):
         coded, used = sent("entropy", bits, bucket, vector)
         packed, size = sent("packed", bits, bucket, vector)
         assert torch.equal(coded, packed)
-        buckets, zeros = -(-numel // bucket), -bucket % 64 * bits / 8 + 64 * bits / 8
-        assert used <= size + buckets * (10 / 8 + zeros) + 44
+        zeros = -min(bucket, numel) % 64 + 64 * (numel < bucket)
+        assert used <= size + -(-numel // bucket) * (1 + zeros * bits / 8) + 8 * bits + 48
 
 
 def test_normal_gradients_take_a_fifth_fewer_bits():
