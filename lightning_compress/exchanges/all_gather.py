@@ -49,8 +49,8 @@ class _Plan(ExchangePlan):
         self._collective = collective
         size, first = collective.size, plans[0]
         self._parts = [(plan, Messages(1, plan.size, device), Messages(size, plan.size, device)) for plan in plans]
-        self._varying = [Varying.of([plan] * size, collective, device) for plan in plans]
-        self.cost = lengths_cost(first.variable, size) + Cost(
+        self._varying = [Varying.of([plan] * size, collective, device, owners=True) for plan in plans]
+        self.cost = lengths_cost(first.variable, size, True) + Cost(
             bytes_sent=(size - 1) * sum(plan.expected_size for plan in plans),
             rounds=all_gather_rounds(size),  # parts share the wire
             encodes=1.0,

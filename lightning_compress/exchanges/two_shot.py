@@ -194,7 +194,7 @@ class _Part:
         self._varying = Varying.of(self._shards, self._collective, device)
         self._varying_sums = Varying.of(self._sums, self._collective, device, owners=True)
         varying = [each is not None for each in (self._varying, self._varying_sums)]
-        self.lengths = lengths_cost(varying[0], size) + lengths_cost(varying[1], size)
+        self.lengths = lengths_cost(varying[0], size, False) + lengths_cost(varying[1], size, True)
         width, sum_width = self._widest.size, self._widest_sum.size
         self._send = Messages(size, width, device)
         self._receive = Messages(size, max(width, sum_width), device)
@@ -270,8 +270,9 @@ class _Part:
         self._received = self._rows(self._widest_sum.size)
         if self._varying_sums:
             self._received[rank, :used] = message[:used]
-            others = {peer: message for peer in range(self._collective.size) if peer != rank}
-            return self._varying_sums.begin(others, dict.fromkeys(others, used), self._received)
+            everyone = [peer for peer in range(self._collective.size) if peer != rank]
+            sums = dict.fromkeys(everyone, message)
+            return self._varying_sums.begin(sums, dict.fromkeys(everyone, used), self._received)
         return self._collective.begin("all_gather", self._sum.all[0], self._received)
 
     def read_sums(self, out: Out, flag: Tensor, late: bool) -> Told | None:

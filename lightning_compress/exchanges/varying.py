@@ -30,6 +30,7 @@ class Varying:
         device: of the messages.
         usual: bytes of the first message to each rank from each rank, ``[size][size]``.
         most: the largest valid lengths, likewise.
+        alike: a rank sends the same message to all.
     """
 
     def __init__(
@@ -38,12 +39,13 @@ class Varying:
         device: torch.device,
         usual: Sequence[Sequence[int]],
         most: Sequence[Sequence[int]],
+        alike: bool = False,
     ) -> None:
         self._collective, size = collective, collective.size
         self._most = torch.tensor(most, dtype=torch.int64)
         self._expected = self._room_for(torch.tensor(usual, dtype=torch.int64))
-        self._own = torch.zeros(size, dtype=torch.int64, device=device)
-        self._lengths = torch.zeros(size, size, dtype=torch.int64, device=device)
+        self._own = torch.zeros(1 if alike else size, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(size, len(self._own), dtype=torch.int64, device=device)
 
     @classmethod
     def of(
@@ -65,7 +67,7 @@ class Varying:
             return [[sizes[one if owners else peer] * (one != peer) for peer in ranks] for one in ranks]
 
         usual = table([aligned(plan.expected_size) for plan in plans])
-        return cls(collective, device, usual, table([plan.size for plan in plans]))
+        return cls(collective, device, usual, table([plan.size for plan in plans]), owners)
 
     def _room_for(self, lengths: Tensor) -> Tensor:
         room = (lengths + lengths // _MORE + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
@@ -80,7 +82,8 @@ class Varying:
             rows: uint8 ``[size, n]``; those of other ranks receive their messages.
         """
         rank, expected = self._collective.rank, self._expected.tolist()
-        self._own.copy_(torch.tensor([used.get(peer, 0) for peer in range(len(expected))]))
+        lengths = [used.get(peer, 0) for peer in range(len(expected))]
+        self._own.copy_(torch.tensor(lengths if len(self._own) > 1 else max(lengths)))
         sizes = self._collective.begin("all_gather", self._own, self._lengths)
         sends = {peer: message[: expected[rank][peer]] for peer, message in messages.items()}
         receives = {peer: rows[peer, : expected[peer][rank]] for peer in messages}
@@ -99,7 +102,8 @@ class Varying:
         Raises:
             ValueError: a rank reports an impossible length; raised on every rank.
         """
-        rank, lengths = self._collective.rank, self._lengths.cpu()
+        rank, size = self._collective.rank, self._collective.size
+        lengths = self._lengths.cpu().expand(size, size) * (1 - torch.eye(size, dtype=torch.int64))
         wrong = (lengths < 0) | (lengths > self._most) | (lengths % ALIGNMENT > 0)
         if wrong.any():
             raise ValueError(
@@ -117,8 +121,8 @@ class Varying:
             )
 
 
-def lengths_cost(variable: bool, ranks: int) -> Cost:
+def lengths_cost(variable: bool, ranks: int, alike: bool) -> Cost:
     """Return what it costs each of ``ranks`` ranks to tell the lengths, which travel beside the messages."""
     if not variable:
         return Cost()
-    return Cost(bytes_sent=(ranks - 1) * ranks * LENGTH, rounds=all_gather_rounds(ranks))
+    return Cost(bytes_sent=(ranks - 1) * (1 if alike else ranks) * LENGTH, rounds=all_gather_rounds(ranks))

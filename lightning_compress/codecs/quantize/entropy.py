@@ -91,7 +91,7 @@ def code_lengths(weights: Sequence[int], limit: int) -> list[int]:
     Larmore, Hirschberg, "A Fast Algorithm for Optimal Length-Limited Huffman Codes", Journal of the ACM 1990
     (package-merge).
     """
-    leaves = sorted((weight, (symbol,)) for symbol, weight in enumerate(weights))
+    leaves: list[tuple[int, tuple[int, ...]]] = sorted((weight, (symbol,)) for symbol, weight in enumerate(weights))
     merged = leaves
     for _ in range(limit - 1):
         pairs = zip(merged[::2], merged[1::2], strict=False)
