@@ -72,9 +72,7 @@ class _Plan(ExchangePlan):
             used = plan.encode(vector, message, mix(part_key, rank), flag, False, source, late)
             messages = all_messages.all
             if varying := self._varying[number]:
-                messages[rank, :used] = message[:used]
-                others = {peer: message for peer in range(size) if peer != rank}
-                wait = varying.begin(others, dict.fromkeys(others, used), messages)
+                wait = varying.begin({rank: message}, {rank: used}, messages)
             else:
                 wait = self._collective.begin("all_gather", message, messages)
             begun.append((messages, wait))

@@ -269,10 +269,7 @@ class _Part:
             self._step.after(vector)
         self._received = self._rows(self._widest_sum.size)
         if self._varying_sums:
-            self._received[rank, :used] = message[:used]
-            everyone = [peer for peer in range(self._collective.size) if peer != rank]
-            sums = dict.fromkeys(everyone, message)
-            return self._varying_sums.begin(sums, dict.fromkeys(everyone, used), self._received)
+            return self._varying_sums.begin({rank: message}, {rank: used}, self._received)
         return self._collective.begin("all_gather", self._sum.all[0], self._received)
 
     def read_sums(self, out: Out, flag: Tensor, late: bool) -> Told | None:

@@ -15,6 +15,7 @@ from lightning_compress.exchanges.exchange import Cost
 from lightning_compress.exchanges.head import LENGTH
 from lightning_compress.exchanges.message import MessagePlan
 
+_Table = list[list[int]]
 _MORE = 256
 """A message is expected to be longer than the last one by at most this part of it."""
 
@@ -41,7 +42,7 @@ class Varying:
         most: Sequence[Sequence[int]],
         alike: bool = False,
     ) -> None:
-        self._collective, size = collective, collective.size
+        self._collective, self._alike, size = collective, alike, collective.size
         self._most = torch.tensor(most, dtype=torch.int64)
         self._expected = self._room_for(torch.tensor(usual, dtype=torch.int64))
         self._own = torch.zeros(1 if alike else size, dtype=torch.int64, device=device)
@@ -64,7 +65,7 @@ class Varying:
         ranks = range(collective.size)
 
         def table(sizes: list[int]) -> list[list[int]]:
-            return [[sizes[one if owners else peer] * (one != peer) for peer in ranks] for one in ranks]
+            return [[sizes[one if owners else peer] * (owners or one != peer) for peer in ranks] for one in ranks]
 
         usual = table([aligned(plan.expected_size) for plan in plans])
         return cls(collective, device, usual, table([plan.size for plan in plans]), owners)
@@ -77,17 +78,15 @@ class Varying:
         """Begin to send, and return what waits until all has arrived.
 
         Args:
-            messages: uint8, to each other rank.
+            messages: uint8, to each other rank; if they are alike, the own one by this rank. Of the largest length.
             used: bytes of each, a multiple of the alignment.
-            rows: uint8 ``[size, n]``; those of other ranks receive their messages.
+            rows: uint8 ``[size, n]``, which receive the messages; if they are alike, the own one too.
         """
-        rank, expected = self._collective.rank, self._expected.tolist()
-        lengths = [used.get(peer, 0) for peer in range(len(expected))]
-        self._own.copy_(torch.tensor(lengths if len(self._own) > 1 else max(lengths)))
+        expected = self._expected.tolist()
+        told = [*used] if self._alike else range(len(expected))
+        self._own.copy_(torch.tensor([used.get(peer, 0) for peer in told], dtype=torch.int64))
         sizes = self._collective.begin("all_gather", self._own, self._lengths)
-        sends = {peer: message[: expected[rank][peer]] for peer, message in messages.items()}
-        receives = {peer: rows[peer, : expected[peer][rank]] for peer in messages}
-        arrived = self._collective.begin("swap", sends, receives)
+        arrived = self._move(messages, rows, [[0] * len(expected)] * len(expected), expected)
 
         def wait() -> None:
             sizes()
@@ -96,29 +95,34 @@ class Varying:
 
         return wait
 
-    def _rest(self, messages: Mapping[int, Tensor], rows: Tensor, expected: list[list[int]]) -> None:
+    def _move(self, messages: Mapping[int, Tensor], rows: Tensor, first: _Table, last: _Table) -> Wait:
+        """Begin to send a part of each message: its bytes by sender and receiver."""
+        rank = self._collective.rank
+        receives = {peer: rows[peer, first[peer][rank] : last[peer][rank]] for peer in range(len(first))}
+        sends = {peer: each[first[rank][peer] : last[rank][peer]] for peer, each in messages.items()}
+        if self._alike:
+            return self._collective.begin_rows(sends[rank], receives)
+        del receives[rank]
+        given = ({peer: each for peer, each in both.items() if len(each)} for both in (sends, receives))
+        return self._collective.begin("swap", *given)
+
+    def _rest(self, messages: Mapping[int, Tensor], rows: Tensor, expected: _Table) -> None:
         """Send what is longer than expected.
 
         Raises:
             ValueError: a rank reports an impossible length; raised on every rank.
         """
-        rank, size = self._collective.rank, self._collective.size
-        lengths = self._lengths.cpu().expand(size, size) * (1 - torch.eye(size, dtype=torch.int64))
+        lengths = self._lengths.cpu().expand(len(expected), len(expected))
         wrong = (lengths < 0) | (lengths > self._most) | (lengths % ALIGNMENT > 0)
         if wrong.any():
             raise ValueError(
                 f"a rank reports a message of {int(lengths[wrong][0])} bytes; the maximum is {int(self._most.max())}, "
                 f"in multiples of {ALIGNMENT}"
             )
-        known = lengths.tolist()
+        longer = bool((lengths > torch.tensor(expected, dtype=torch.int64)).any())
         self._expected = self._room_for(lengths)
-        if any(known[one][peer] > expected[one][peer] for one in range(len(known)) for peer in range(len(known))):
-            sends = {peer: each[expected[rank][peer] : known[rank][peer]] for peer, each in messages.items()}
-            receives = {peer: rows[peer, expected[peer][rank] : known[peer][rank]] for peer in messages}
-            self._collective.swap(
-                {peer: each for peer, each in sends.items() if len(each)},
-                {peer: each for peer, each in receives.items() if len(each)},
-            )
+        if longer:
+            self._move(messages, rows, expected, lengths.tolist())()
 
 
 def lengths_cost(variable: bool, ranks: int, alike: bool) -> Cost:

@@ -200,6 +200,6 @@ class EntropyPlan(SourcePlan):
         lengths = messages[:, self._lengths : self._low].clone(memory_format=torch.contiguous_format).view(torch.int32)
         places = 4 * self._buckets, self._low, self._body
         numbers = self._width, self._padded, self._bits - LEAST_BITS, self._tables.decode
-        given = steps.view(len(messages), -1).numpy(), lengths.numpy()
+        given = steps.view(len(messages), self._buckets).numpy(), lengths.numpy()
         if not self._fast.decode(messages.numpy(), *places, *given, *numbers, place_of(out), accumulate):
             raise damaged("its streams do not end where it says, or it names a table that does not exist")

@@ -187,6 +187,11 @@ def decode(
     count, whole = steps.shape[1], True
     pairs, tile = np.empty((_STREAMS, padded // 2), np.uint8), np.empty(padded, np.float32)
     room = np.empty(width, np.float32)
+    for bucket in range(0 if len(messages) or accumulate else count):
+        first, last = bucket * width, min((bucket + 1) * width, out[3])
+        part = begin_write(out, first, last, room, False)
+        part[:] = 0
+        end_write(out, first, last, part)
     for number in range(len(messages)):
         message = messages[number]
         chosen, streams = message[norms : norms + count], message[body:]
