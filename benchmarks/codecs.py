@@ -55,7 +55,7 @@ def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:
             _time(times, (name, "encode"), _encode, plan, vector, messages[name][0], key)
             if key == 0:
                 errors[name] = float(vector.double().square().sum() / source.double().square().sum())
-                messages[name][1:] = messages[name][0]
+            messages[name][1:] = messages[name][0]
             _time(times, (name, "decode"), plan.decode, messages[name][:1, : plan.used], out, 1.0, True)
             _time(times, (name, "four"), plan.decode, messages[name][:, : plan.used], out, 1.0, True)
             for part, transform in transforms[name].items():
