@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_compress.codecs import CODECS, Codec, TopK
+from lightning_compress.codecs import CODECS, QSGD, Codec, TopK
 from lightning_compress.codecs.codec import Plan, SourcePlan
 from lightning_compress.codecs.spectral.spectrum import FUSED_CHUNK, Spectral
 from lightning_compress.collectives import LocalCollective, World
@@ -22,6 +22,7 @@ Case = Codec | Corrected
 
 CASES: dict[str, Case] = {name: codec() for name, codec in CODECS.items()}
 CASES["topk-exact"] = TopK(selection="exact")
+ON_CPUS: dict[str, Case] = {"qsgd-entropy": QSGD(coding="entropy"), "qsgd-entropy-5": QSGD(5, coding="entropy")}
 CASES |= {name: corrected() for name, corrected in CORRECTED.items()}
 
 

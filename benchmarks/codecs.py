@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._arguments import above_zero, file_to_write, positive, some_of
-from benchmarks._codecs import CASES, Case, plan_of, transforms_of
+from benchmarks._codecs import CASES, ON_CPUS, Case, plan_of, transforms_of
 from benchmarks._gpu import codecs_table
 from benchmarks._gpu.machine import surroundings
 from benchmarks.harness.results import write
@@ -55,7 +55,7 @@ def measure(cases: dict[str, Case], numel: int, repeats: int) -> dict[str, Any]:
             _time(times, (name, "encode"), _encode, plan, vector, messages[name][0], key)
             if key == 0:
                 errors[name] = float(vector.double().square().sum() / source.double().square().sum())
-                messages[name][1:] = messages[name][0]
+            messages[name][1:] = messages[name][0]
             _time(times, (name, "decode"), plan.decode, messages[name][:1, : plan.used], out, 1.0, True)
             _time(times, (name, "four"), plan.decode, messages[name][:, : plan.used], out, 1.0, True)
             for part, transform in transforms[name].items():
@@ -86,8 +86,11 @@ def main() -> None:
     add("--repeats", type=positive, default=20, help="rounds, at the most on a GPU (default: 20)")
     add("--seconds", type=above_zero, default=600, help="for all of it, on a GPU (default: %(default)s)")
     add("--json", type=file_to_write, metavar="FILE", help="write the figures there too")
-    add("--codecs", type=some_of(CASES), help=f"some of {', '.join(CASES)}, by commas (default: all)")
+    every = CASES | ON_CPUS
+    add("--codecs", type=some_of(every), help=f"some of {', '.join(every)}, by commas (default: all)")
     args = parser.parse_args()
+    if args.device == "cuda" and set(args.codecs or ()) & set(ON_CPUS):
+        parser.error(f"--codecs {', '.join(ON_CPUS)}: these run on a CPU only")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; --device cpu measures on the CPU")
     if args.device == "cuda":
@@ -96,7 +99,7 @@ def main() -> None:
     torch.set_num_threads(1)
     numel = args.numel or 1 << 23
     result = surroundings(torch.device("cpu")) | {"numel": numel, "repeats": args.repeats}
-    result |= measure({name: CASES[name] for name in args.codecs or CASES}, numel, args.repeats)
+    result |= measure({name: every[name] for name in args.codecs or every}, numel, args.repeats)
     _show(result)
     write(args.json, result)
 

@@ -53,6 +53,14 @@ def _qsgd_bytes(codec: QSGD, layout: Layout) -> int:
     return -(-4 * -(-layout.numel // bucket) // 16) * 16 + sparse_sizes.planes(codec.bits, layout.numel)
 
 
+def _qsgd_entropy_bytes(codec: QSGD, layout: Layout) -> int:
+    bucket = min(codec.bucket, 8 * -(-layout.numel // 8))
+    buckets = -(-layout.numel // bucket)
+    last = -(-(layout.numel - (buckets - 1) * bucket) // 64) * 64
+    codes = sparse_sizes.planes(codec.bits, (buckets - 1) * -(-bucket // 64) * 64 + last)
+    return -(-5 * buckets // 16) * 16 + 16 + codes + 4 + 8
+
+
 def _rotated_bytes(codec: Rotated, layout: Layout) -> int:
     block = codec.block
     while block > 8 and block // 2 >= layout.numel:
@@ -232,6 +240,14 @@ CASES = [
             {"bits": 5, "bucket": 200},
             {"bits": 2, "correlated": True},
         ),
+    ),
+    Case(
+        "qsgd_entropy",
+        QSGD(bits=5, bucket=64, coding="entropy"),
+        _qsgd_entropy_bytes,
+        loses="block",
+        variable=True,
+        scales=(1e-30, 1e30),
     ),
     Case("qsgd_l2", QSGD(bits=6, bucket=128, norm="l2"), _qsgd_bytes, loses="block", scales=(1e-30, 1e30)),
     Case(

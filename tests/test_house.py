@@ -148,7 +148,7 @@ def test_compilers_stay_with_kernels():
         used = {module.partition(".")[0] for module in imports(path)} & COMPILERS
         if path.parent.parent.name == "kernels":
             assert used <= {path.parent.name} | (
-                {"llvmlite"} if path.stem in ("llvm", "simd", "simd_codes", "spectra") else set()
+                {"llvmlite"} if path.stem in ("llvm", "simd", "simd_codes", "simd_pairs", "spectra") else set()
             ), path
         else:
             assert used <= {path.stem.rpartition("_")[2]}, path

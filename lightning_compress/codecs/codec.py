@@ -345,6 +345,10 @@ class Codec(Method, ABC):
         """Return the largest magnitude that a message may hold if ``summands`` messages are summed in its dtype."""
         return math.inf
 
+    def runs_on(self, device: torch.device) -> bool:
+        """Return whether ``plan`` accepts this device here; most codecs run everywhere."""
+        return True
+
     def refined(self, ranks: int) -> Codec:
         """Return the codec that encodes the sum of ``ranks`` messages; the codec itself for one rank.
 

@@ -48,6 +48,18 @@ class Collective(ABC):
         getattr(self, name)(*arguments)
         return lambda: None
 
+    def begin_rows(self, tensor: Tensor, rows: Mapping[int, Tensor]) -> Wait:
+        """Start to send a tensor to all ranks, where that of each rank has a length of its own; see ``begin``.
+
+        Args:
+            tensor: what this rank sends; it may be empty.
+            rows: by rank, this one included, where its tensor goes. All ranks know all lengths.
+        """
+        rows[self.rank].copy_(tensor)
+        others = [peer for peer in rows if peer != self.rank]
+        sends = {peer: tensor for peer in others if tensor.numel()}
+        return self.begin("swap", sends, {peer: rows[peer] for peer in others if rows[peer].numel()})
+
     def prepare(self, name: Overlapping, *arguments: Any) -> Callable[[], Wait]:
         """Return what begins a collective with these tensors as often as it is called; see ``begin``."""
         return partial(self.begin, name, *arguments)

@@ -1,7 +1,8 @@
 """When to use each compressor, for the command line, the cards and the tables of all compressors."""
 
 USES = {
-    "auto": "Use it if you do not know the link: it measures, and picks none, bf16, or qsgd with 8 or 4 bits.",
+    "auto": "Use it if you do not know the link: it measures, and picks none, bf16, or qsgd with 8 or 4 bits, packed "
+    "or in Huffman codes.",
     "none": "Use it as the baseline: stock DDP, bit for bit.",
     "bf16": "Use it with any optimizer if the loss must be float32's: no loss on the character LSTM.",
     "fp16": "Use it if gradients stay above 1e-5: three more bits of mantissa than bf16; below 6e-8 they become 0.",

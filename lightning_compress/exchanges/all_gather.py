@@ -16,10 +16,11 @@ from lightning_compress.core.source import Source
 from lightning_compress.core.state import States
 from lightning_compress.core.told import Opening, Told
 from lightning_compress.core.workspace import Messages
-from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan, length_cost, longest
+from lightning_compress.exchanges.exchange import Cost, Exchange, ExchangePlan
 from lightning_compress.exchanges.head import bits_of, opening_of
 from lightning_compress.exchanges.message import MessagePlan, Out, Section
 from lightning_compress.exchanges.parts import part_count, parts_of
+from lightning_compress.exchanges.varying import Varying, lengths_cost
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class AllGather(Exchange):
     def plan(self, sections: Sequence[Section], world: World, states: States | None = None) -> ExchangePlan:
         """See ``Exchange.plan``."""
         whole = MessagePlan(sections, world.device, world.meter, marked=True)
-        count = 1 if whole.variable else part_count(sections, whole.size, world)
+        count = part_count(sections, whole.size, world)
         cut = parts_of(sections, count)
         parts = [whole] if count == 1 else [MessagePlan(part, world.device, world.meter, marked=True) for part in cut]
         plan = _Plan(parts, world.collective, world.device)
@@ -48,7 +49,8 @@ class _Plan(ExchangePlan):
         self._collective = collective
         size, first = collective.size, plans[0]
         self._parts = [(plan, Messages(1, plan.size, device), Messages(size, plan.size, device)) for plan in plans]
-        self.cost = length_cost(first, size) + Cost(
+        self._varying = [Varying.of([plan] * size, collective, device, owners=True) for plan in plans]
+        self.cost = lengths_cost(first.variable, size, True) + Cost(
             bytes_sent=(size - 1) * sum(plan.expected_size for plan in plans),
             rounds=all_gather_rounds(size),  # parts share the wire
             encodes=1.0,
@@ -68,9 +70,12 @@ class _Plan(ExchangePlan):
             plan.head.written = self.opened
             message = own.all[0]
             used = plan.encode(vector, message, mix(part_key, rank), flag, False, source, late)
-            width = longest(used, plan.size, self._collective, vector.device) if plan.variable else plan.size
-            messages = all_messages.all.view(-1)[: size * width].view(size, width)
-            begun.append((messages, self._collective.begin("all_gather", message[:width], messages)))
+            messages = all_messages.all
+            if varying := self._varying[number]:
+                wait = varying.begin({rank: message}, {rank: used}, messages)
+            else:
+                wait = self._collective.begin("all_gather", message, messages)
+            begun.append((messages, wait))
         for (plan, _, _), (messages, wait) in zip(self._parts, begun, strict=True):
             wait()
             if not late:

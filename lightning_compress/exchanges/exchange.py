@@ -18,14 +18,12 @@ from torch.optim import Optimizer
 from lightning_compress.codecs import CODECS, Codec, Dense
 from lightning_compress.codecs.codec import ALIGNMENT
 from lightning_compress.collectives import Collective, World
-from lightning_compress.collectives.counting import all_reduce_bytes, all_reduce_rounds
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.registry import build
 from lightning_compress.core.source import Source
 from lightning_compress.core.state import States, StateSpec
 from lightning_compress.core.told import Opening, Told
-from lightning_compress.exchanges.head import LENGTH
-from lightning_compress.exchanges.message import MessagePlan, Out, Section, room_for
+from lightning_compress.exchanges.message import Out, Section, room_for
 
 META = torch.device("meta")
 """The device of plans without memory. They are made to read their cost and never run."""
@@ -293,13 +291,6 @@ def longest(used: int, most: int, collective: Collective, device: torch.device) 
             f"a rank reports a message of {width} bytes; the maximum is {most}, in multiples of {ALIGNMENT}"
         )
     return width
-
-
-def length_cost(plan: MessagePlan, ranks: int) -> Cost:
-    """Return what it costs each of ``ranks`` ranks to agree on the longest message, if lengths vary."""
-    if not plan.variable:
-        return Cost()
-    return Cost(bytes_sent=all_reduce_bytes(LENGTH, ranks), rounds=all_reduce_rounds(ranks))
 
 
 def gather(vector: Tensor, spans: Sequence[slice], row: Tensor) -> None:

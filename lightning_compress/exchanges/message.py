@@ -305,8 +305,9 @@ class MessagePlan:
             rows = self._starts_of(messages) if self.variable else []
             for number, (_, span, plan, first, _) in enumerate(self.parts):
                 starts, part = [row[number] for row in rows] if self.variable else [first], out[span]
-                vector = room_for(part, plan.in_pieces and not self.variable)
-                if len(set(starts)) <= 1:  # always so if no earlier section varies
+                alike = len(set(starts)) <= 1  # always so if no earlier section varies
+                vector = room_for(part, plan.in_pieces and alike)
+                if alike:
                     start = starts[0] if starts else 0
                     plan.decode(messages[:, start : start + plan.message_size], vector, weight, accumulate)
                 else:

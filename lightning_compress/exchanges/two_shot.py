@@ -29,8 +29,6 @@ from lightning_compress.exchanges.exchange import (
     Exchange,
     ExchangePlan,
     Sums,
-    length_cost,
-    longest,
     read_sums,
     sections_of_sums,
 )
@@ -41,6 +39,7 @@ from lightning_compress.exchanges.owner import OwnerAdaGrad, OwnerStep
 from lightning_compress.exchanges.parts import part_count, parts_of
 from lightning_compress.exchanges.remote_error import DeferredError
 from lightning_compress.exchanges.shards import Passed, ShardMessages
+from lightning_compress.exchanges.varying import Varying, lengths_cost
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class TwoShot(Exchange):
         shards = [[section.shard(rank, size) for section in sections] for rank in range(size)]
         parts = [_Part(shards, self.sums, world, step)]
         count = part_count(sections, parts[0].size, world)
-        if count > 1 and not step and not parts[0].variable:
+        if count > 1 and not step:
             cut = [parts_of(shard, count) for shard in shards]
             parts = [_Part(part, self.sums, world, None) for part in zip(*cut, strict=True)]
         plan = _Plan(parts, world)
@@ -174,7 +173,6 @@ class _Part:
         own: encodes this rank's shard.
         same: sums are encoded as each rank's own values are.
         size: bytes of the messages to all owners.
-        variable: messages vary in length.
         expected: expected bytes of both messages.
         lengths: the cost of agreeing on their lengths.
         calls: how often it calls codecs, by a formula that is equal on all ranks: they may differ in their kernels.
@@ -192,16 +190,18 @@ class _Part:
         both = self._shards, self._sums
         self._widest, self._widest_sum = (max(plans, key=lambda plan: plan.size) for plans in both)
         self.size = sum(plan.size for plan in self._shards)
-        self.variable = self._widest.variable or self._widest_sum.variable
         self.expected = sum(max(plan.expected_size for plan in plans) for plans in both)
-        self.lengths = length_cost(self._widest, size) + length_cost(self._widest_sum, size)
+        self._varying = Varying.of(self._shards, self._collective, device)
+        self._varying_sums = Varying.of(self._sums, self._collective, device, owners=True)
+        varying = [each is not None for each in (self._varying, self._varying_sums)]
+        self.lengths = lengths_cost(varying[0], size, False) + lengths_cost(varying[1], size, True)
         width, sum_width = self._widest.size, self._widest_sum.size
         self._send = Messages(size, width, device)
         self._receive = Messages(size, max(width, sum_width), device)
         self._sum = Messages(1, sum_width, device)
         self._received = torch.empty(0, dtype=torch.float32)
         self._world, self._on_cpu = world, _on_cpu(device)
-        self.calls = 2 * size + 2 if self.variable or _draws_alike([*self._shards, *self._sums]) else 6
+        self.calls = 2 * size + 2 if any(varying) or _draws_alike([*self._shards, *self._sums]) else 6
 
     @cached_property
     def _together(self) -> _Together | None:
@@ -227,7 +227,7 @@ class _Part:
             self._together.encode(self._send.all, source, vector, key)
             self._received = self._rows(self._widest.size)
             return self._collective.begin("all_to_all", self._send.all, self._received)
-        used = 0
+        used, others = dict[int, int](), dict[int, Tensor]()
         places = permutation(key, size) if self._correlated else []
         for peer, shard in enumerate(self._shards):
             shard.share(mix(key, peer))
@@ -236,11 +236,12 @@ class _Part:
             if peer != rank:
                 if self._correlated:  # without the owner, who adds its values unencoded
                     shard.correlate(mix(key, peer), _place_without(peer, rank, places), size - 1)
-                message = self._send.all[peer, : shard.size]
-                used = max(used, shard.encode(vector, message, mix(key, rank, peer), flag, False, source))
-        width = self._width(self._widest, used)
-        self._received = self._rows(width)
-        return self._collective.begin("all_to_all", self._send.all[:, :width].contiguous(), self._received)
+                others[peer] = self._send.all[peer, : shard.size]
+                used[peer] = shard.encode(vector, others[peer], mix(key, rank, peer), flag, False, source)
+        self._received = self._rows(self._widest.size)
+        if self._varying:
+            return self._varying.begin(others, used, self._received)
+        return self._collective.begin("all_to_all", self._send.all, self._received)
 
     def send_sum(self, vector: Tensor, key: int, flag: Tensor, error: DeferredError, late: bool) -> Wait:
         """Add what arrived to the own shard of the vector, and send the sum to all."""
@@ -264,11 +265,12 @@ class _Part:
             self._together.encode_sum(vector, message, key, keep)
         else:
             used = total.encode(vector, message, mix(key, rank, self._collective.size), flag, keep)
-        width = self._width(self._widest_sum, used)
         if self._step:
             self._step.after(vector)
-        self._received = self._rows(width)
-        return self._collective.begin("all_gather", self._sum.all[0, :width], self._received)
+        self._received = self._rows(self._widest_sum.size)
+        if self._varying_sums:
+            return self._varying_sums.begin({rank: message}, {rank: used}, self._received)
+        return self._collective.begin("all_gather", self._sum.all[0], self._received)
 
     def read_sums(self, out: Out, flag: Tensor, late: bool) -> Told | None:
         """Decode every shard's sum, and return the sums if the caller is to read their heads."""
@@ -286,12 +288,6 @@ class _Part:
         # reading the flag waits for the device: only where decoding can fail
         if (self._on_cpu or self._widest_sum.variable) and flag.isnan():
             error.check(shard.reports_error(self._received[peer]) for peer, shard in enumerate(self._sums))
-
-    def _width(self, widest: MessagePlan, used: int) -> int:
-        """Return the bytes of each rank's row; collective if lengths vary."""
-        if not widest.variable:
-            return widest.size
-        return longest(used, widest.size, self._collective, self._send.device)
 
     def _rows(self, width: int) -> Tensor:
         """Return room for one message of ``width`` bytes per rank."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from lightning_compress.codecs import Codec, Dense
+from lightning_compress.codecs import QSGD, Codec, Dense
 from lightning_compress.collectives import Collective, World
 from lightning_compress.core.registry import register
 from lightning_compress.core.state import States
@@ -17,7 +17,7 @@ from lightning_compress.exchanges.exchange import META
 from lightning_compress.exchanges.message import Section, codecs_of
 from lightning_compress.exchanges.nodes import Between, check_node_size, nodes_of
 from lightning_compress.planning import cost
-from lightning_compress.planning.cost import CODES, COPIES, LISTS, Link, Speeds
+from lightning_compress.planning.cost import CODES, COPIES, ENTROPY, LISTS, Link, Speeds
 from lightning_compress.planning.link import Measured, kind_of
 from lightning_compress.settings.automatic import TRUST
 
@@ -227,7 +227,8 @@ class Auto(Planner):
 
     def _speeds(self, codec: Codec) -> Speeds:
         if self.link is not None:
-            return COPIES if isinstance(codec, Dense) else LISTS if codec.sparse else CODES
+            coded = isinstance(codec, QSGD) and codec.coding == "entropy"
+            return COPIES if isinstance(codec, Dense) else LISTS if codec.sparse else ENTROPY if coded else CODES
         return self._measured.speeds[kind_of(codec)]
 
     def _nodes(self, ranks: int) -> int:

@@ -67,8 +67,9 @@ class Speeds:
 UNKNOWN = Link(1e-4, 1.25e8)
 """The link assumed where nothing may be measured: 1 Gbit/s and 100 us, common for Ethernet."""
 COPIES, CODES, LISTS = Speeds(0.4e-9, 0.4e-9), Speeds(2e-9, 1e-9), Speeds(2e-9, 0.1e-9)
-"""Speeds assumed where nothing may be measured: of copying float32, of good codecs, and of sparse ones, which decode
-fast. One core."""
+ENTROPY = Speeds(2.7e-9, 1.8e-9)
+"""Speeds assumed where nothing may be measured: of copying float32, of good codecs, of sparse ones, which decode fast,
+and of Huffman codes. One core."""
 
 Work = Sequence[tuple[int, Speeds]]
 """Numbers of elements, each with the speeds of its codec."""

@@ -46,7 +46,7 @@ def decide(settings: RunState, parameters: Parameters, world: World, kept: objec
         return earlier
     if collective.size == 1:
         return settings.become(Chosen(Dense(), cluster))
-    options = settings.candidates
+    options = _everywhere(settings.candidates, world)
     # half-precision gradients travel uncompressed, and a cast to as many bits saves nothing
     half = all(parameter.element_size() == 2 for _, parameter in parameters)
     options = [each for each in options if not (half and isinstance(each, BF16))]
@@ -64,12 +64,19 @@ def decide(settings: RunState, parameters: Parameters, world: World, kept: objec
         sum(steady.offer(sections, world, _way(settings, codec)).seconds for sections in each)
         for codec, each in zip(priced, vectors, strict=True)
     ]
-    (chosen,) = agreed([settings.compressor.pick(seconds)], collective, device)
+    (chosen,) = agreed([settings.compressor.pick(seconds, options)], collective, device)
     named = ["float32" if isinstance(each, Dense) else label(each) for each in options]
     figures = ", ".join(f"{name} {1e3 * took:.3g} ms" for name, took in zip(named, seconds, strict=True))
     codec = options[int(chosen)]
     keeps = f"to keep this choice, write compressor={written(codec)}"
     return settings.become(Chosen(codec, cluster, f"auto predicts for an average: {figures}; {keeps}"))
+
+
+def _everywhere(codecs: list[Codec], world: World) -> list[Codec]:
+    """Return the codecs that run on all ranks. Collective."""
+    missing = torch.tensor([not each.runs_on(world.device) for each in codecs], dtype=torch.int64, device=world.device)
+    world.collective.all_reduce(missing, "max")
+    return [each for each, absent in zip(codecs, missing.tolist(), strict=True) if not absent]
 
 
 def on_one_machine(collective: Collective, device: torch.device) -> bool:

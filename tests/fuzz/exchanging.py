@@ -64,6 +64,9 @@ class Liar(Collective):
     def swap(self, sends, receives):
         self.inner.swap({peer: self._spoilt(tensor) for peer, tensor in sends.items()}, receives)
 
+    def begin_rows(self, tensor, rows):
+        return self.inner.begin_rows(self._spoilt(tensor), rows)
+
     def part(self, ranks):
         return Liar(self.inner.part(ranks), None, self.whole)
 

@@ -39,7 +39,7 @@ from tests.test_laws import CPU, DENSE, LARGE, group_plan
 
 ON_ONE_MACHINE = decisions.on_one_machine
 FAST, SLOW = Link(1e-6, 1e12), Link(1e-6, 1e7)
-BITS4, BITS8 = QSGD(bits=4), QSGD(bits=8)
+BITS4, BITS8, CODED = QSGD(bits=4), QSGD(bits=8), QSGD(bits=4, coding="entropy")
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,9 @@ def _apart(monkeypatch):
         ([1.0, 0.5, 0.7, 0.6], 1),
         ([1.0, 2.0, 2.0, 2.0], 0),
         ([1.0], 0),
+        ([1.0, 0.5, 0.46, 0.44, 0.43], 4),  # equal numbers: a fiftieth is enough
+        ([1.0, 0.5, 0.46, 0.44, 0.435], 3),
+        ([1.0, 0.5, 0.46, 0.6, 0.455], 1),
     ],
 )
 def test_a_coarser_one_has_to_save_a_good_share(seconds, taken):
@@ -90,7 +93,7 @@ def decided(ranks, exchange="auto", parameters=None, **settings):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize(("link", "codec"), [(SLOW, BITS4), (FAST, Dense())], ids=["slow", "fast"])
+@pytest.mark.parametrize(("link", "codec"), [(SLOW, CODED), (FAST, Dense())], ids=["slow", "fast"])
 def test_the_link_decides(ranks, link, codec):
     assert decided(ranks, Auto(link=link)) == codec
 
@@ -104,7 +107,7 @@ def test_the_codec_decides(monkeypatch):
 
 def test_rank_0_decides(monkeypatch):
     monkeypatch.setattr(probe, "time_link", lambda ranks, device: [SLOW, FAST, FAST][ranks.rank])
-    assert decided(3) == BITS4
+    assert decided(3) == CODED
     monkeypatch.setattr(probe, "time_link", lambda ranks, device: [FAST, SLOW, SLOW][ranks.rank])
     assert decided(3) == Dense()
 
@@ -117,12 +120,12 @@ def test_a_tiny_model_is_left_alone_unless_round_trips_are_long(latency, codec):
 @pytest.mark.parametrize("link", [SLOW, FAST])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cast_saves_nothing_where_gradients_have_16_bits(dtype, link):
-    assert decided(4, Auto(link=link), named(dtype=dtype)) == (Dense() if link is FAST else BITS4)
+    assert decided(4, Auto(link=link), named(dtype=dtype)) == (Dense() if link is FAST else CODED)
 
 
 @pytest.mark.parametrize(
     ("exchange", "codec"),
-    [("all_reduce", BF16()), ("two_shot", BITS4), ({"name": "hierarchical", "node_size": 2}, BITS4)],
+    [("all_reduce", BF16()), ("two_shot", CODED), ({"name": "hierarchical", "node_size": 2}, BITS4)],
     ids=str,
 )
 def test_of_those_that_the_exchange_carries(exchange, codec):
@@ -145,7 +148,7 @@ def test_on_one_machine_nothing_is_measured(monkeypatch):
     monkeypatch.setattr(decisions, "on_one_machine", ON_ONE_MACHINE)
     monkeypatch.setattr(probe, "time_link", None)
     assert decided(4) == Dense()
-    assert decided(4, Auto(link=SLOW)) == BITS4  # the user knows better
+    assert decided(4, Auto(link=SLOW)) == CODED  # the user knows better
 
 
 def test_ranks_with_networks_of_their_own_are_apart(monkeypatch):
@@ -364,7 +367,7 @@ def test_float32_is_left_to_ddp(pools, size):
         active, hooks, ratio, refused, summary = found["slow"]
         assert (active, hooks, refused) == (True, 1, "")
         assert ratio > 5
-        assert summary.startswith("qsgd (bits 4) by all_gather, ")
+        assert summary.startswith("qsgd (bits 4, coding entropy) by all_gather, ")
         active, hooks, ratio, refused, summary = found["fast"]
         assert (active, hooks, ratio) == (False, 0, 1.0)
         assert "compressor='auto', which chose float32 here and leaves" in refused
@@ -400,19 +403,19 @@ def _resumed(first, second, host=None):
 
 def test_what_was_chosen_goes_on(pools):
     for same, ran, alone, now, ratio in pools[2].run(_resumed, SLOW, FAST):
-        assert (ran, alone, now) == (str(BITS4), str(Dense()), str(BITS4))  # it would be left to DDP now
+        assert (ran, alone, now) == (str(CODED), str(Dense()), str(CODED))  # it would be left to DDP now
         assert same
         assert ratio > 5
     for _, ran, alone, now, ratio in pools[2].run(_resumed, FAST, SLOW):
-        assert (ran, alone, now) == (str(Dense()), str(BITS4), str(Dense()))
+        assert (ran, alone, now) == (str(Dense()), str(CODED), str(Dense()))
         assert ratio == pytest.approx(1.0, rel=0.01)
 
 
 def test_elsewhere_it_is_chosen_anew(pools):
     for _, ran, _, now, ratio in pools[2].run(_resumed, SLOW, FAST, "another"):
-        assert (ran, now, ratio) == (str(BITS4), str(Dense()), 1.0)
+        assert (ran, now, ratio) == (str(CODED), str(Dense()), 1.0)
     for _, ran, _, now, ratio in pools[2].run(_resumed, FAST, SLOW, "another"):
-        assert (ran, now) == (str(Dense()), str(BITS4))
+        assert (ran, now) == (str(Dense()), str(CODED))
         assert ratio > 5
 
 
@@ -476,18 +479,18 @@ def _kept(folder, host):
 def test_a_resumed_fit_goes_on_with_it(pools, tmp_path):
     ranks = pools[2].run(_kept, str(tmp_path), None)
     for rank, (same, ran, now, lines, warned, hparams) in enumerate(ranks):
-        assert (ran, now) == (str(BITS4), str(BITS4))
+        assert (ran, now) == (str(CODED), str(CODED))
         assert same
         assert not warned
         if rank == 0:
-            assert lines[0].startswith("lightning_compress: qsgd (bits 4) by all_gather, ")
+            assert lines[0].startswith("lightning_compress: qsgd (bits 4, coding entropy) by all_gather, ")
             assert subjects(lines[1:]) == FIGURES
-            assert hparams["lightning_compress/compressor"] == "qsgd (bits 4)"
+            assert hparams["lightning_compress/compressor"] == "qsgd (bits 4, coding entropy)"
 
 
 def test_a_resumed_fit_elsewhere_chooses_anew(pools, tmp_path):
     for _, ran, now, _, warned, _ in pools[2].run(_kept, str(tmp_path), "another"):
-        assert (ran, now) == (str(BITS4), str(Dense()))
+        assert (ran, now) == (str(CODED), str(Dense()))
         assert not warned
 
 
@@ -498,7 +501,7 @@ def _crossed(folder, first, second):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "runs"), [("bf16", "auto", BITS4), ("auto", "bf16", BF16()), ("auto", "none", Dense())]
+    ("first", "second", "runs"), [("bf16", "auto", CODED), ("auto", "bf16", BF16()), ("auto", "none", Dense())]
 )
 def test_from_a_named_one_to_auto_and_back(pools, tmp_path, first, second, runs):
     for rank, (now, lines, warned) in enumerate(pools[2].run(_crossed, str(tmp_path), first, second)):
@@ -541,7 +544,7 @@ def test_the_line_the_figures_and_the_loggers_say_the_same(pools, tmp_path, comp
     assert lines[0].startswith(f"lightning_compress: {summary}")
     assert subjects(lines[1:]) == ([] if compressor == "none" else FIGURES)
     assert hparams["lightning_compress/summary"] == summary
-    assert hparams["lightning_compress/ratio"] == pytest.approx(ratio, rel=0.02)
+    assert hparams["lightning_compress/ratio"] == pytest.approx(ratio, rel=0.1 if compressor == "auto" else 0.02)
     assert "lightning_compress/summary: " in (tmp_path / "log" / "hparams.yaml").read_text()
 
 
