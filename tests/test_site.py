@@ -78,7 +78,17 @@ def test_every_picture_is_light_and_dark():
     for picture in dark.pictures():
         made, there = dark.darkened(picture), Image.open(dark.beside(picture))
         assert made.convert("RGB").tobytes() == there.convert("RGB").tobytes(), "run python -m tools.dark"
-    assert (DOCS / "demo.svg").read_text() == recording.drawn(*recording.read_cast(DOCS / "demo.cast"))
+    for cast in DOCS.glob("*.cast"):
+        assert cast.with_suffix(".svg").read_text() == recording.drawn(*recording.read_cast(cast))
+
+
+def test_a_recording_is_drawn_line_by_line(tmp_path):
+    recording.write_cast(tmp_path / "a.cast", "make <it>", [(0.5, "one"), (9.0, " line\r\nhalf\rwhole\x1b[1m\n")])
+    typed, events = recording.read_cast(tmp_path / "a.cast")
+    assert list(recording.lines(events)) == [(9.0, "one line"), (9.0, "whole")]
+    drawn = recording.drawn(typed, events)
+    assert "$ make &lt;it&gt;" in drawn
+    assert 'delay:2.10s"><text x="12" y="54" font-size="13">one line<' in drawn  # a long pause is cut short
 
 
 def test_there_is_one_chooser():

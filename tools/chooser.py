@@ -104,7 +104,7 @@ def picture() -> str:
         top += HIGH + 8
         if each.question:
             other = "no" if each.yes == "yes" else "yes"
-            parts += [_word(WIDTH - 60, top + 16, other), _arrow(WIDTH - 28, top - HIGH - GAP - 8, top + GAP - 10)]
+            parts += [_word(WIDTH - 66, top + 16, other), _arrow(WIDTH - 28, top - HIGH - GAP - 8, top + GAP - 10)]
             top += GAP - 10
     said = "; ".join(f"{each.question or 'Else'} {each.yes}: {each.write}" for each in ANSWERS)
     style = (

@@ -26,8 +26,8 @@ def beside(picture: Path) -> Path:
 
 def darkened(picture: Path) -> Any:
     """Return a picture of at most 256 colours with light and dark exchanged, and its hues kept; an image of PIL."""
-    opened = Image.open(picture)
-    image = opened if opened.mode == "P" else opened.convert("RGB").quantize(256)
+    given = Image.open(picture)
+    image = given if given.mode == "P" else given.convert("RGB").quantize(256)
     colors = image.getpalette("RGB")
     assert colors is not None
     turned = [each for place in range(0, len(colors), 3) for each in _turned(colors[place : place + 3])]

@@ -87,13 +87,13 @@ def draw_front(cells: list[Cell], path: Path) -> None:
         path: file to write.
     """
     cells = [cell for cell in cells if not cell.place.delay_ms]
-    figure, axes = canvas("On slow links, local steps in 4 bits reach the same loss first", (7.2, 3.9))
+    figure, axes = canvas("On slow links, local steps in 4 bits reach the same loss first", (5.8, 3.9))
     rates = [_hertz(cell) for cell in cells]
     lines = {  # colour, width, which point has the label, points from there, and what is drawn
         "DDP": ("#000000", 1.8, 0, (9, 2), [_named(cell, DENSE) for cell in cells]),
         "PyTorch's best hook": ("#ff7f0e", 1.8, 0, (4, -50), [cell.best("theirs", HOOKS) for cell in cells]),
-        "Lightning's post-local SGD": ("#c0509a", 1.8, 0, (-4, 8), [_named(cell, SHIPPED) for cell in cells]),
-        "lightning_compress, local steps": ("#d62728", 3.2, 0, (16, 3), [_named(cell, OURS) for cell in cells]),
+        "post-local SGD": ("#c0509a", 1.8, 0, (-4, 8), [_named(cell, SHIPPED) for cell in cells]),
+        "lightning_compress": ("#d62728", 3.2, 0, (16, 3), [_named(cell, OURS) for cell in cells]),
     }
     for label, (color, width, which, shift, found) in lines.items():
         minutes = [each.mean / 60 if each else float("nan") for each in found]

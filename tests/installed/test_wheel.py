@@ -77,6 +77,7 @@ def test_metadata(installed):
     links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", description, flags=re.MULTILINE | re.DOTALL))
     assert links
     assert all(link.startswith("https://") for link in links)
+    assert "<picture" not in description
 
 
 @pytest.mark.parametrize(
