@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.collective import Wait
-from lightning_compress.collectives.counting import all_gather_rounds
+from lightning_compress.collectives.counting import all_to_all_rounds
 from lightning_compress.exchanges.exchange import Cost
 from lightning_compress.exchanges.head import LENGTH
 from lightning_compress.exchanges.message import MessagePlan
@@ -85,7 +85,8 @@ class Varying:
         expected = self._expected.tolist()
         told = [*used] if self._alike else range(len(expected))
         self._own.copy_(torch.tensor([used.get(peer, 0) for peer in told], dtype=torch.int64))
-        sizes = self._collective.begin("all_gather", self._own, self._lengths)
+        # straight to each rank: an all-gather would wait in every rank behind messages of other parts
+        sizes = self._collective.begin_rows(self._own, dict(enumerate(self._lengths)))
         arrived = self._move(messages, rows, [[0] * len(expected)] * len(expected), expected)
 
         def wait() -> None:
@@ -129,4 +130,4 @@ def lengths_cost(variable: bool, ranks: int, alike: bool) -> Cost:
     """Return what it costs each of ``ranks`` ranks to tell the lengths, which travel beside the messages."""
     if not variable:
         return Cost()
-    return Cost(bytes_sent=(ranks - 1) * (1 if alike else ranks) * LENGTH, rounds=all_gather_rounds(ranks))
+    return Cost(bytes_sent=(ranks - 1) * (1 if alike else ranks) * LENGTH, rounds=all_to_all_rounds(ranks))

@@ -150,13 +150,12 @@ class EntropyPlan(SourcePlan):
 
     def __init__(self, layout: Layout, device: torch.device, bits: int, bucket: int) -> None:
         super().__init__(layout)
-        if device.type != "meta":
-            self._fast = kernels.backend(__name__, device, "numba")
-            if not self._fast:
-                raise ValueError(
-                    f"QSGD(coding='entropy') runs on CPUs with numba (pip install lightning_compress[cpu]), not on "
-                    f"{device.type} by {kernels.compiler(device) or 'tensor operations'}; use coding='packed'"
-                )
+        self._fast = kernels.backend(__name__, device, "numba")
+        if not self._fast and device.type != "meta":
+            raise ValueError(
+                f"QSGD(coding='entropy') runs on CPUs with numba (pip install lightning_compress[cpu]), not on "
+                f"{device.type} by {kernels.compiler(device) or 'tensor operations'}; use coding='packed'"
+            )
         self._width, self._buckets = block_shape(layout.numel, bucket)
         self._padded = -(-self._width // ROW) * ROW
         last = layout.numel - (self._buckets - 1) * self._width
