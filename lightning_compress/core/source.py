@@ -32,13 +32,6 @@ def place_of(vector: Tensor | Pieces, span: slice | None = None) -> Place:
     return place if span is None else (*place[:2], place[2] + span.start, span.stop - span.start)
 
 
-def memory_of(messages: Tensor) -> tuple[Any, int]:
-    """Return bytes ``[messages, n]`` on a CPU as kernels take them: ``[all]``, and the bytes from one to the next."""
-    count, size = messages.shape
-    distance = messages.stride(0)
-    return messages.as_strided(((count - 1) * distance + size if count else 0,), (1,)).numpy(), distance
-
-
 class Source:
     """The numbers of a vector, or the sum of a vector and an addend.
 

@@ -131,7 +131,7 @@ def known(settings: RunState) -> Where:
         return Where()
     if exchange.link is None:
         return Where(planner=exchange, source="measured at setup")
-    if settings.options.deterministic and exchange.link == UNKNOWN:  # assumed, not given
+    if exchange.link == UNKNOWN:  # assumed, not given
         return Where()
     return Where(planner=exchange, source="as given to exchange=")
 

@@ -200,7 +200,7 @@ MISSPELT = [
     ("compare", "compare: SOURCE is missing; see"),
     ("compare g.pt --compressors qsgd onebit", "onebit is not known here; several values are separated by commas"),
     ("doctor --port x", "--port x: it must be a whole number; see lightning-compress doctor --help"),
-    ("nosuch", "nosuch is no command; use one of advise, doctor, link, compare, compressors; see"),
+    ("nosuch", "nosuch is no command; use one of advise, doctor, link, compare, compressors, docs; see"),
 ]
 
 

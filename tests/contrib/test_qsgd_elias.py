@@ -94,7 +94,7 @@ def test_places_beyond_what_float32_can_count() -> None:
 
 
 def test_bad_settings() -> None:
-    with pytest.raises(ValueError, match="coding must be one of 'packed', 'elias'"):
+    with pytest.raises(ValueError, match="coding must be one of 'packed', 'entropy', 'elias'"):
         QSGD(coding="huffman")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at most 4096 elements"):
         QSGD(bucket=8192, coding="elias")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -130,7 +131,7 @@ def _began(folder):
     stats, said = strategy.comm_stats(), strategy.report()
     trainer.validate(model, trainer.train_dataloader, verbose=False)
     again, _ = fit(sharded(ROTATED), 2, make=lambda: model)
-    logged = {each for row in logger.experiment.metrics for each in row} if dist.get_rank() == 0 else set()
+    logged = Path(logger.log_dir, "metrics.csv").read_text() if dist.get_rank() == 0 else ""
     return look.began, look.sampler, stats, dict(said), logged, fingerprint(model.net), again.global_step
 
 

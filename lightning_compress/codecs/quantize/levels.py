@@ -17,7 +17,7 @@ from lightning_compress.codecs.packing.bits import block_shape
 from lightning_compress.codecs.packing.planes import Planes
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.random import RandomBits, Stream, word_state
-from lightning_compress.core.source import NOTHING, Pieces, Source, memory_of, place_of
+from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
 from lightning_compress.core.told import Fold
 from lightning_compress.core.workspace import pieces, scratch
 
@@ -35,6 +35,13 @@ Norm = Literal["max", "l2"]
 def more_bits(ranks: int) -> int:
     """Return the number of extra bits that divide the rounding variance by ``ranks``. Each bit divides it by 4."""
     return math.ceil(math.log2(ranks) / 2)
+
+
+def memory_of(messages: Tensor) -> tuple[Any, int]:
+    """Return bytes ``[messages, n]`` on a CPU as kernels take them: ``[all]``, and the bytes from one to the next."""
+    count, size = messages.shape
+    distance = messages.stride(0)
+    return messages.as_strided(((count - 1) * distance + size if count else 0,), (1,)).numpy(), distance
 
 
 class Buckets:

@@ -16,7 +16,7 @@ from lightning_compress.codecs.packing.planes import Planes, code_bytes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
 from lightning_compress.core.layout import Layout
-from lightning_compress.core.source import NOTHING, Pieces, Source, memory_of, place_of
+from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
 from lightning_compress.core.workspace import chunk_size, pieces
 
 Rounding = Literal["nearest", "truncate"]
