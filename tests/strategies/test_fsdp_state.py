@@ -225,12 +225,13 @@ def kept(folder):
     dist.barrier()
     left = sorted(str(each.relative_to(folder)) for each in Path(folder).glob("**/*.ckpt*"))
     parts = {each: len(list(Path(folder, each).glob("*.pt"))) for each in left if each.endswith(".lc")}
+    dist.barrier()
     if dist.get_rank() == 0:
         for ending in ("", ".lc"):
             Path(f"{folder}/step=9.ckpt{ending}").rename(f"{folder}/moved{ending}")
     dist.barrier()
     with pytest.raises(SIGTERMException):
-        fitted("residual", 12, None, [Terminated(), OnExceptionCheckpoint(folder, "stopped")])
+        fitted("residual", 12, None, [Terminated(), OnExceptionCheckpoint(folder, "stopped")], **options)
     paths = [f"{folder}/{name}" for name in ("moved", "last.ckpt", "link/last.ckpt", "stopped.ckpt")]
     again = {path: fitted("residual", 12, path) for path in paths}
     return whole, left, parts, [(found(trainer, model), said) for trainer, model, said in again.values()]
@@ -307,7 +308,8 @@ class Saves(Callback):
 
 
 def ends(folder, callback):
-    fit(sharded("onebit"), 6, ByStep, quiet=False, callbacks=[Fails(), callback])
+    saves = isinstance(callback, OnExceptionCheckpoint)
+    fit(sharded("onebit"), 6, ByStep, quiet=False, callbacks=[Fails(), callback], enable_checkpointing=saves)
 
 
 @pytest.mark.thorough
