@@ -250,7 +250,7 @@ def _resumed(folder):
 
 @pytest.mark.thorough
 def test_a_checkpoint_is_model_parallels_own(pools, tmp_path):
-    assert pools[4].run(_resumed, str(tmp_path)) == [(2, 4, 2)] * 4
+    assert pools[4].run(_resumed, str(tmp_path)) == [(2, 4, 4)] * 4
 
 
 def test_is_offered_by_name():

@@ -192,15 +192,23 @@ def test_another_number_of_replicas_goes_on_from_the_mean(pools, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["residual", "powersgd"])
-def test_another_number_of_shards_begins_again(pools, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "replicas", "why"),
+    [
+        ("residual", 4, "the checkpoint is of a model in 2 shards, and this run has one shard"),
+        ("powersgd", 4, "the checkpoint is of a model in 2 shards, and this run has one shard"),
+        ("residual", 2, "rank3.pt is missing"),
+    ],
+)
+def test_another_number_of_shards_or_a_missing_file_begins_again(pools, tmp_path, name, replicas, why):
     pools[4].run(saved, str(tmp_path), name, 2)
-    ranks = pools[4].run(elsewhere, str(tmp_path), name, 4, True)
+    for part in tmp_path.glob("three.lc/*.rank3.pt"):
+        part.unlink()
+    ranks = pools[4].run(elsewhere, str(tmp_path), name, replicas, True)
     for rank, (numbers, step, said, refused, after) in enumerate(ranks):
         assert (numbers.any(), step, after[1]) == (False, 0, 2)
         assert len(said) == (rank == 0)
-        for each in [*said, refused]:
-            assert "the checkpoint is of a model in 2 shards, and this run has one shard" in each
+        assert all(why in each for each in [*said, refused])
     assert len({after[0] for *_, after in ranks}) == 1
 
 
@@ -225,12 +233,13 @@ def kept(folder):
     dist.barrier()
     left = sorted(str(each.relative_to(folder)) for each in Path(folder).glob("**/*.ckpt*"))
     parts = {each: len(list(Path(folder, each).glob("*.pt"))) for each in left if each.endswith(".lc")}
+    dist.barrier()
     if dist.get_rank() == 0:
         for ending in ("", ".lc"):
             Path(f"{folder}/step=9.ckpt{ending}").rename(f"{folder}/moved{ending}")
     dist.barrier()
     with pytest.raises(SIGTERMException):
-        fitted("residual", 12, None, [Terminated(), OnExceptionCheckpoint(folder, "stopped")])
+        fitted("residual", 12, None, [Terminated(), OnExceptionCheckpoint(folder, "stopped")], **options)
     paths = [f"{folder}/{name}" for name in ("moved", "last.ckpt", "link/last.ckpt", "stopped.ckpt")]
     again = {path: fitted("residual", 12, path) for path in paths}
     return whole, left, parts, [(found(trainer, model), said) for trainer, model, said in again.values()]
@@ -307,7 +316,8 @@ class Saves(Callback):
 
 
 def ends(folder, callback):
-    fit(sharded("onebit"), 6, ByStep, quiet=False, callbacks=[Fails(), callback])
+    saves = isinstance(callback, OnExceptionCheckpoint)
+    fit(sharded("onebit"), 6, ByStep, quiet=False, callbacks=[Fails(), callback], enable_checkpointing=saves)
 
 
 @pytest.mark.thorough
