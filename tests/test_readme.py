@@ -133,6 +133,10 @@ def test_command(command, capsys):
     elif words[:3] == ["python", "-m", "recipes.predict"]:  # where there is no such checkpoint, it says so
         assert predict.main(words[3:]) == 1
         assert f"checkpoint {words[3]}: there is no such file" in capsys.readouterr().err
+    elif "--script" in words:  # tests/commands/test_advise.py measures one
+        assert command in " ".join(PAGES["docs/does-it-pay"].replace("\\\n", " ").split())
+    elif words[0] == "python" and words[1].startswith("examples/"):  # tests/examples runs them
+        assert (ROOT / words[1]).is_file()
     elif words[0] == "python" and words[2].startswith(("benchmarks.", "tests.")):  # how each is used is tested below
         path = ROOT / words[2].replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()

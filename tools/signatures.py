@@ -45,17 +45,11 @@ def section(name: str) -> str:
 
 
 def signature(cls: type) -> str:
-    """Return a class's call as it is written, with all defaults."""
-    lines, named_only = [], False
-    for each in inspect.signature(cls).parameters.values():
-        if each.kind is each.KEYWORD_ONLY and not named_only:
-            lines.append("*,")
-            named_only = True
-        required = each.default is each.empty
-        stars = "**" if each.kind is each.VAR_KEYWORD else "*" if each.kind is each.VAR_POSITIONAL else ""
-        lines.append(f"{stars}{each.name}," if required else f"{each.name}={each.default!r},".replace("'", '"'))
-    given = "\n    ".join(["", *lines]) + "\n" if lines else ""
-    return f"from lightning_compress import {cls.__name__}\n\n{cls.__name__}({given})"
+    """Return a class's call as it can be run, with all defaults."""
+    given = inspect.signature(cls).parameters.values()
+    lines = [f"{each.name}={each.default!r},".replace("'", '"') for each in given if each.default is not each.empty]
+    text = "\n    ".join(["", *lines]) + "\n" if lines else ""
+    return f"from lightning_compress import {cls.__name__}\n\n{cls.__name__}({text})"
 
 
 def table(cls: type, others: tuple[type, ...]) -> str:

@@ -14,6 +14,7 @@ from lightning_compress import kernels
 from lightning_compress.codecs.codec import Codec, KernelPlan, Plan, Shard, Shards, SourcePlan, aligned
 from lightning_compress.codecs.packing.planes import Planes, code_bytes
 from lightning_compress.codecs.quantize.formats import Formats, build, check_settings
+from lightning_compress.codecs.quantize.levels import memory_of
 from lightning_compress.codecs.quantize.minifloat import Coder, best_mantissa, candidates
 from lightning_compress.core.layout import Layout
 from lightning_compress.core.source import NOTHING, Pieces, Source, place_of
