@@ -94,19 +94,20 @@ def run_missing(runs: list[Run], root: Path, path: Path) -> Results:
 
 def run_stage(name: str, root: Path, path: Path) -> None:
     """Choose the learning rates by dense runs, run all cells, and print their tables."""
-    steps, seeds = _muon.STAGES[name]
-    for model in _muon.MODELS:
+    steps, seeds, models, methods = _muon.STAGES[name]
+    for model in models:
         same = {"model": model, "ranks": 4, "exchange": "all_gather"}
-        runs = []
+        cells = []
         for optimizer, rates in {"muon": _muon.RATES, "adamw": RATES["adamw"]}.items():
             dense = {"method": "dense", "optimizer": optimizer, "seed": 0, "steps": _muon.TUNED} | same
             tried = [named(dense | {"rate": rate}) for rate in rates]
             results = run_missing(tried, root, path)
             best = min(tried, key=lambda run: results[run["name"]]["held_out"])
-            methods = _muon.BESIDE if optimizer == "adamw" else _muon.METHODS
-            runs += [
-                named(best | {"method": method, "seed": seed, "steps": steps}) for seed in seeds for method in methods
+            cells += [
+                best | {"method": method, "steps": steps}
+                for method in (_muon.BESIDE if optimizer == "adamw" else methods)
             ]
+        runs = [named(cell | {"seed": seed}) for seed in seeds for cell in cells]
         table(run_missing(runs, root, path), runs)
 
 
