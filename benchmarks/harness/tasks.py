@@ -80,9 +80,9 @@ class LargeBatches(Decoder):
 
 
 class SmallDecoder(Decoder):
-    """98,000 weights in hidden matrices, 112,000 in all, and batches of 8: five times as cheap."""
+    """98,000 weights in hidden matrices, 112,000 in all, and 4 excerpts a batch: a fifth of the computing."""
 
-    batch = 8
+    batch = 4
 
     def model(self) -> nn.Module:
         """See ``Characters``."""
