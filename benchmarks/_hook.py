@@ -22,7 +22,6 @@ from lightning_compress.engine.hook import register
 from lightning_compress.engine.unused import Unused
 from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.run_state import RunState
-from recipes.resnet.model import ResNet
 
 AVERAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "rotated, 2 ranks": (2, {"compressor": "rotated", "exchange": "all_gather"}),
@@ -39,9 +38,9 @@ ROWS, COLUMNS, MATRICES, REPEATS = 250, 1000, 50, 15
 """What is averaged then."""
 
 
-def hooked(compressor: str, sample_every: int = 0, **settings: Any) -> DistributedDataParallel:
-    """ResNet-20 whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
-    model = DistributedDataParallel(ResNet(20))
+def hooked(module: nn.Module, compressor: str, sample_every: int = 0, **settings: Any) -> DistributedDataParallel:
+    """A model whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
+    model = DistributedDataParallel(module)
     compression = compression_of(model, RunState.of(compressor, Auto(fallback="never"), **settings), TorchCollective())
     compression.meter.sample_every = sample_every
     register(compression, model)
@@ -49,12 +48,12 @@ def hooked(compressor: str, sample_every: int = 0, **settings: Any) -> Distribut
     return model
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor) -> float:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> float:
     """Milliseconds of one training step, begun together on all ranks."""
     dist.barrier()
     start = time.perf_counter()
     optimizer.zero_grad()
-    nn.functional.cross_entropy(model(images), labels).backward()
+    model(inputs).square().mean().backward()
     optimizer.step()
     return 1e3 * (time.perf_counter() - start)
 
@@ -78,19 +77,19 @@ class Clock:
         setattr(owner, method, timed)
 
 
-def safety(steps: int, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+def safety(steps: int, module: nn.Module, inputs: torch.Tensor) -> dict[str, float]:
     """Milliseconds of a step with onebit, and of what makes it safe; the guard looks in every step."""
-    model = hooked("onebit", check_drift_every=1)
+    model = hooked(module, "onebit", check_drift_every=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for _ in range(3):
-        step(model, optimizer, images, labels)
+        step(model, optimizer, inputs)
     clock = Clock()
     for method in ("remember", "before", "after", "restore"):
         clock.watch("unused", Unused, method)
     clock.watch("commit", Compression, "after_step")
     clock.watch("guard", DriftGuard, "record")
     clock.watch("guard", DriftGuard, "compare")
-    total = sum(step(model, optimizer, images, labels) for _ in range(steps))
+    total = sum(step(model, optimizer, inputs) for _ in range(steps))
     return {"step": total / steps} | {name: spent / steps for name, spent in clock.spent.items()}
 
 

@@ -1,6 +1,6 @@
-"""What the hook itself costs: float32 through it, against DistributedDataParallel alone, on ResNet-20.
+"""What the hook itself costs: float32 through it, against DistributedDataParallel alone, on a small model.
 
-    python -m benchmarks.hook --ranks 2 --steps 40
+    python -m benchmarks.hook --ranks 2 --steps 40 --model resnet20
 
 The second table is what makes a step safe: what no rank uses is looked for, the commit, and the drift guard in the
 one step in ``check_drift_every`` that it looks in. The last one is one core's time to average 12.5 million gradients on
@@ -24,35 +24,36 @@ from benchmarks._arguments import described, file_to_write, positive
 from benchmarks._hook import copies, hooked, safety, step
 from benchmarks._network.hooks import PYTORCH
 from benchmarks.harness.launch import run_beside
+from benchmarks.harness.models import MODELS
 from benchmarks.harness.results import write
 from benchmarks.harness.tables import show
 from lightning_compress.settings.run_state import RunState
-from recipes.resnet.model import ResNet
 
 
-def measure(steps: int, batch: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measure(steps: int, batch: int, name: str) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Measure on one rank: the times of each model's steps, and those of what makes a step safe."""
     torch.manual_seed(0)
+    module, (_, *shape) = MODELS[name]
     models: dict[str, Callable[[], nn.Module]] = {
-        "DDP": lambda: DistributedDataParallel(ResNet(20)),
-        "none, through the hook": lambda: hooked("none"),
-        "bf16": lambda: hooked("bf16"),
-        "onebit": lambda: hooked("onebit"),
-        "onebit, measured in every step": lambda: hooked("onebit", sample_every=1),
-        "topk": lambda: hooked("topk"),
-        "PyTorch bf16": lambda: PYTORCH["PyTorch bf16"](ResNet(20))[0],
-        "PyTorch PowerSGD 1": lambda: PYTORCH["PyTorch PowerSGD 1"](ResNet(20))[0],
+        "DDP": lambda: DistributedDataParallel(module()),
+        "none, through the hook": lambda: hooked(module(), "none"),
+        "bf16": lambda: hooked(module(), "bf16"),
+        "onebit": lambda: hooked(module(), "onebit"),
+        "onebit, measured in every step": lambda: hooked(module(), "onebit", sample_every=1),
+        "topk": lambda: hooked(module(), "topk"),
+        "PyTorch bf16": lambda: PYTORCH["PyTorch bf16"](module())[0],
+        "PyTorch PowerSGD 1": lambda: PYTORCH["PyTorch PowerSGD 1"](module())[0],
     }
     built = {name: make() for name, make in models.items()}
     optimizers = {name: torch.optim.SGD(model.parameters(), 0.01) for name, model in built.items()}
-    images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
+    inputs = torch.randn(batch, *shape)
     times: dict[str, list[float]] = {name: [] for name in models}
     for number in range(steps + 3):
         for name in random.Random(number).sample(list(times), len(times)):  # the same order on all ranks
-            elapsed = step(built[name], optimizers[name], images, labels)
+            elapsed = step(built[name], optimizers[name], inputs)
             if number >= 3:  # buckets are rebuilt after the first step
                 times[name].append(elapsed)
-    return times, safety(steps, images, labels)
+    return times, safety(steps, module(), inputs)
 
 
 def main() -> None:
@@ -60,10 +61,11 @@ def main() -> None:
     parser = described(__doc__)
     parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument("--steps", type=positive, default=40)
-    parser.add_argument("--batch", type=positive, default=64, help="images a rank and step")
+    parser.add_argument("--batch", type=positive, default=64, help="examples a rank and step")
+    parser.add_argument("--model", choices=MODELS, default="resnet20")
     parser.add_argument("--json", type=file_to_write, help="write the medians here")
     arguments = parser.parse_args()
-    times, parts = run_beside(arguments.ranks, measure, arguments.steps, arguments.batch)[0]
+    times, parts = run_beside(arguments.ranks, measure, arguments.steps, arguments.batch, arguments.model)[0]
     medians = {name: statistics.median(values) for name, values in times.items()}
     # Of pairs, since what disturbs the machine disturbs neighbours alike.
     extra = {
@@ -71,7 +73,7 @@ def main() -> None:
         for name, values in times.items()
     }
     rows = ((name, f"{median:.1f}", f"{100 * extra[name]:+.1f} %") for name, median in medians.items())
-    show(("averaging", "ms a step", "beyond DDP"), rows, f"ResNet-20, {arguments.ranks} ranks")
+    show(("averaging", "ms a step", "beyond DDP"), rows, f"{arguments.model}, {arguments.ranks} ranks")
     every = RunState.of("onebit").options.check_drift_every
     step_ms = parts.pop("step") - parts["guard"] * (1 - 1 / every)
     parts["guard"] /= every

@@ -25,7 +25,7 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 def run_ranks(
-    lab: Lab, told: dict[str, Any], module: str = "benchmarks._network.rank", *, heard: bool = False
+    lab: Lab, told: dict[str, Any], module: str = "benchmarks._network.rank", *, heard: bool = False, each: int = 1
 ) -> list[dict[str, Any]]:
     """What each rank found.
 
@@ -34,6 +34,7 @@ def run_ranks(
         told: what the module's ``find`` is given, besides what ``benchmarks.harness.rank`` needs.
         module: what they run.
         heard: what rank 0 prints is shown.
+        each: ranks of a namespace.
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote. The others are killed.
@@ -41,8 +42,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(lab.ranks):
-                processes.append(_start(lab, rank, told, Path(folder), module, heard and not rank))
+            for rank in range(lab.ranks * each):
+                given = told | {"rank": rank, "ranks": lab.ranks * each}
+                processes.append(_start(lab, rank // each, given, Path(folder), module, heard and not rank))
             failed = first_failed(processes)
         finally:
             for process in processes:
@@ -52,17 +54,17 @@ def run_ranks(
         if failed is not None:
             said = Path(folder, f"rank{failed}.log").read_text()[-3000:]
             raise RuntimeError(f"rank {failed} failed with {processes[failed].returncode}:\n{said}")
-        return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(lab.ranks)]
+        return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(len(processes))]
 
 
 def _start(
-    lab: Lab, rank: int, told: dict[str, Any], folder: Path, module: str, heard: bool
+    lab: Lab, host: int, told: dict[str, Any], folder: Path, module: str, heard: bool
 ) -> subprocess.Popen[bytes]:
-    master = lab.address(0)
+    master, rank = lab.address(0), told["rank"]
     found = {"meet": f"tcp://{master}:29500", "master": master, "result": str(folder / f"rank{rank}.json")}
     note = folder / f"told{rank}.json"
-    note.write_text(json.dumps(told | found | {"rank": rank, "ranks": lab.ranks}))
-    words = lab.command(rank, sys.executable, "-W", "ignore", "-m", "benchmarks.harness.rank", module, str(note))
+    note.write_text(json.dumps(told | found))
+    words = lab.command(host, sys.executable, "-W", "ignore", "-m", "benchmarks.harness.rank", module, str(note))
     own = {"GLOO_SOCKET_IFNAME": lab.interface}
     with (folder / f"rank{rank}.log").open("w") as log:
         return subprocess.Popen(

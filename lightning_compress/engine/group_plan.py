@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -34,56 +35,113 @@ class GroupPlan:
     """What a group does in each step.
 
     Attributes:
+        settings: the user's.
+        world: the ranks to average over.
+        dtype: of the gradients.
         order: for each parameter in the vector, its place in the bucket.
         layout: of the vector.
         segments: those that are not empty.
         sections: of the vector, by method.
         compressed: slices that a codec compresses, except in dense steps.
         states: what is kept from step to step, by name.
-        decay: factor of the residual, once per step.
         always: names of the states that dense steps write, too.
-        key: of the group's random numbers.
         stages: before the residual is added, and after the exchange in reverse order.
         looking: finds what is unused, after the residual was added; or None.
-        errors: moving averages of what was not sent, if these are fed back (LoCo), or None.
         exchange: of steps that are compressed.
-        dense: the codec of all others.
-        dense_steps: how many are dense in the beginning.
-        unscales: gradients are divided by the loss scale before the first stage.
-        changes: a correction or clipping changes gradients, so that they cannot be averaged in place.
-        keeps: parameters without a gradient keep their states.
-        own: what is sent has the gradients' dtype.
-        limit: a larger magnitude would saturate a message.
-        most: a larger magnitude counts as not finite, whatever is sent.
-        tells: whoever writes the means reads the heads of messages, because nothing else has to know what they say.
-        opens: heads are written where gradients are copied, because nothing else changes what is sent.
-        marks: of each segment, its row of the mask of what is used, or -1: if it is kept, and if it is mixed.
     """
 
+    settings: RunState
+    world: World
+    dtype: torch.dtype
     order: Sequence[int]
     layout: Layout
     segments: Sequence[Segment]
     sections: Sequence[Section]
     compressed: Sequence[slice]
     states: States
-    decay: float
     always: Sequence[str]
-    key: int
     stages: Sequence[Stage]
     looking: Unused | None
-    errors: LoCoPlan | None
     exchange: ExchangePlan
-    dense: Codec
-    dense_steps: float
-    unscales: bool
-    changes: bool
-    keeps: bool
-    own: bool
-    limit: float
-    most: float
-    tells: bool
-    opens: bool
-    marks: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @cached_property
+    def decay(self) -> float:
+        """Factor of the residual, once per step."""
+        return self.settings.residual.decay
+
+    @cached_property
+    def key(self) -> int:
+        """Of the group's random numbers."""
+        return mix(self.settings.options.seed, name_key(self.layout.names))
+
+    @cached_property
+    def errors(self) -> LoCoPlan | None:
+        """Moving averages of what was not sent, if these are fed back (LoCo)."""
+        return next((each for each in self.stages if isinstance(each, LoCoPlan)), None)
+
+    @cached_property
+    def dense(self) -> Codec:
+        """The codec of steps that are not compressed."""
+        return dense_of(self.dtype)
+
+    @cached_property
+    def dense_steps(self) -> float:
+        """How many steps are dense in the beginning."""
+        # one rank has nothing to compress: with a dense plan, corrections and clipping are exactly the optimizer's
+        return math.inf if self.world.collective.size == 1 and self.changes else self.settings.dense_steps
+
+    @cached_property
+    def unscales(self) -> bool:
+        """Gradients are divided by the loss scale before the first stage."""
+        # states outlive the scale of their step, and votes lack the scale that the GradScaler will divide by
+        kept = bool(self.states or self.settings.options.local_clip_norm)
+        return kept or not all(each.method.conserves for each in self.sections)
+
+    @cached_property
+    def changes(self) -> bool:
+        """A correction or clipping changes gradients, so that they cannot be averaged in place."""
+        return any(isinstance(each, CorrectionPlan | Clip) for each in self.stages)
+
+    @cached_property
+    def keeps(self) -> bool:
+        """Parameters without a gradient keep their states."""
+        return any(isinstance(each, KeptStates) for each in self.stages)
+
+    @cached_property
+    def _codecs(self) -> list[Codec]:
+        return [each.codec for each in composite.codec_sections(self.sections)]
+
+    @cached_property
+    def own(self) -> bool:
+        """What is sent has the gradients' dtype."""
+        return all(isinstance(codec, Dense) or codec.sum_dtype == self.dtype for codec in self._codecs)
+
+    @cached_property
+    def limit(self) -> float:
+        """A larger magnitude would saturate a message."""
+        return min((codec.limit(self.world.collective.size) for codec in self._codecs), default=math.inf)
+
+    @cached_property
+    def most(self) -> float:
+        """A larger magnitude counts as not finite, whatever is sent."""
+        return kernels.LARGEST if self.states else math.inf
+
+    @cached_property
+    def tells(self) -> bool:
+        """Whoever writes the means reads the heads of messages, because nothing else has to know what they say."""
+        return kernels.compiler(self.world.device) == "triton" and (self.looking is None or self.looking.late)
+
+    @cached_property
+    def opens(self) -> bool:
+        """Heads are written where gradients are copied, because nothing else changes what is sent."""
+        untouched = RESIDUAL not in self.states or self.settings.residual.plain
+        return self.tells and untouched and all(isinstance(each, LoCoPlan | KeptStates) for each in self.stages)
+
+    @cached_property
+    def marks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of each segment, its row of the mask of what is used, or -1: if it is kept, and if it is mixed."""
+        count = len(self.segments)
+        return self.looking.rows_of(count) if isinstance(self.looking, FusedUnused) else ((-1,) * count,) * 2
 
 
 def plan_of(
@@ -105,53 +163,32 @@ def plan_of(
     fed_back = settings.error_feedback and (had_residual or not exact)
     specs, always = _specs(settings, layout, sections, compressed, fed_back)
     states = composite.new_states(specs, world.device)
-    coded = [each for each in sections if not isinstance(each.method, Dense)]  # others leave no error
-    noise = [each.span for each in coded if settings.compensation(each.method) == "none"]
-    reduced = RESIDUAL in states and (bool(noise) or settings.residual.dtype != torch.float32)
-    late = set(states) <= {LOCO, RESIDUAL} and not reduced and not settings.correction
+    reducing = _reducing(settings, sections, states, world)
+    late = set(states) <= {LOCO, RESIDUAL} and not reducing and not settings.correction
     embeddings = settings.rules.of_kind("embedding")
     looking = plan_unused(sections, segments, embeddings, states, world, unused, late)
-    reducing = [KeptErrors(states[RESIDUAL], noise, world.collective.rank)] if reduced else []
-    stages = _stages(settings, layout, sections, compressed, states, world, reducing)
+    keeping = [KeptStates(looking)] if looking and looking.kept else []
+    stages = [*keeping, *_stages(settings, layout, sections, compressed, states, world, reducing)]
     corrected = any(isinstance(each, CorrectionPlan) for each in stages)
-    changes = corrected or any(isinstance(each, Clip) for each in stages)
-    keeps = [KeptStates(looking)] if looking and looking.kept else []
     fed = [replace(settings.fed(each), marks=looking.marks if looking else None) for each in sections]
     for place, each in enumerate(fed):  # a residual gets zeros for what is sent as it is
         if corrected or (RESIDUAL in states and isinstance(each.method, Dense)):
             fed[place] = replace(each, fed_back=True)
-    codecs, ranks = [each.codec for each in composite.codec_sections(sections)], world.collective.size
-    tells = kernels.compiler(world.device) == "triton" and (looking is None or looking.late)
+    exchange = composite.plan_group(fed, settings.exchange, world, states)
     return GroupPlan(
-        order=order,
-        layout=layout,
-        segments=segments,
-        sections=sections,
-        compressed=compressed,
-        states=states,
-        decay=settings.residual.decay,
-        always=always,
-        key=mix(settings.options.seed, name_key(layout.names)),
-        stages=[*keeps, *stages],
-        looking=looking,
-        errors=next((each for each in stages if isinstance(each, LoCoPlan)), None),
-        exchange=composite.plan_group(fed, settings.exchange, world, states),
-        dense=plain,
-        # one rank has nothing to compress: with a dense plan, corrections and clipping are exactly the optimizer's
-        dense_steps=math.inf if ranks == 1 and changes else settings.dense_steps,
-        # states outlive the scale of their step, and votes lack the scale that the GradScaler will divide by
-        unscales=bool(states or settings.options.local_clip_norm) or not all(each.method.conserves for each in given),
-        changes=changes,
-        keeps=bool(keeps),
-        own=all(isinstance(codec, Dense) or codec.sum_dtype == dtype for codec in codecs),
-        limit=min((codec.limit(ranks) for codec in codecs), default=math.inf),
-        most=kernels.LARGEST if states else math.inf,
-        tells=tells,
-        opens=tells
-        and (RESIDUAL not in states or settings.residual.plain)
-        and all(isinstance(each, LoCoPlan) for each in stages),
-        marks=looking.rows_of(len(segments)) if isinstance(looking, FusedUnused) else ((-1,) * len(segments),) * 2,
+        settings, world, dtype, order, layout, segments, sections, compressed, states, always, stages, looking, exchange
     )
+
+
+def _reducing(settings: RunState, sections: Sequence[Section], states: States, world: World) -> list[Stage]:
+    """Return the stage that reduces the residual, if there is anything to reduce."""
+    if RESIDUAL not in states:
+        return []
+    coded = [each for each in sections if not isinstance(each.method, Dense)]  # others leave no error
+    noise = [each.span for each in coded if settings.compensation(each.method) == "none"]
+    if not noise and settings.residual.dtype == torch.float32:
+        return []
+    return [KeptErrors(states[RESIDUAL], noise, world.collective.rank)]
 
 
 def _specs(
@@ -174,7 +211,7 @@ def _stages(
     compressed: Sequence[slice],
     states: States,
     world: World,
-    reducing: Sequence[KeptErrors],
+    reducing: Sequence[Stage],
 ) -> list[Stage]:
     """Return what changes gradients, or what is kept of them, in order."""
     residual, stages = states.get(RESIDUAL), list[Stage]()
