@@ -191,12 +191,6 @@ def _spoil_if_others_overflow(optimizer: Optimizer, parameters: Sequence[nn.Para
     first.grad = spoilt.add_(torch.where(finite, 0.0, torch.nan))
 
 
-def skip_everywhere(optimizer: Optimizer) -> None:
-    """Let the GradScalers of all ranks skip the step of an optimizer: a NaN here reaches its averaged gradients."""
-    if trained := trained_by(optimizer):
-        trained[0].grad = torch.full_like(trained[0], torch.nan)
-
-
 def skip_nonfinite(optimizer: Optimizer, parameters: Sequence[nn.Parameter], policy: str, step: int) -> bool:
     """Make the optimizer skip its next step if averaged gradients are not finite; return whether it will.
 

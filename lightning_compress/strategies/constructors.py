@@ -15,7 +15,6 @@ from lightning_compress.gossip import ALGORITHMS
 from lightning_compress.gossip.algorithm import Algorithm
 from lightning_compress.gossip.moniqua import Moniqua
 from lightning_compress.gossip.topology import Topology
-from lightning_compress.periodic.averaged_gradients import skip_everywhere
 from lightning_compress.periodic.fragment import Outer
 from lightning_compress.periodic.gossip import Gossip
 from lightning_compress.periodic.local_sgd import LocalSGD
@@ -121,9 +120,6 @@ class LocalSGDMixin(PeriodicMixin):
             result = closure()
             if self.synchroniser.averages_gradients:
                 check_still_scaled(self.precision_plugin, optimizer)
-                module = self.lightning_module
-                if result is None and module is not None and module.automatic_optimization and self._loss_scale():
-                    skip_everywhere(optimizer)  # a training_step without a loss: this rank's GradScaler is not asked
             return result
 
         return super().optimizer_step(optimizer, checked, model, **kwargs)
