@@ -58,11 +58,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "diloco, 2 bits": {"rounds": Rounds(30), "outer": "nesterov", "compressor": {"name": "rotated", "bits": 2}},
 }
 """Arguments of ``attach``; with ``rounds``, of ``Local``."""
-STAGES = {"muon": (300, (0, 1)), "muon_long": (1500, (0, 1, 2))}
-"""Steps, and seeds. All methods with Muon; beside it DiLoCo around AdamW, to compare with ``muloco``."""
+_LONG = ("dense", "qsgd 5 bits", "qsgd 8 bits", "4 local steps, the rest averaged", "muloco", "qsgd 4 bits")
+STAGES: dict[str, tuple[int, tuple[int, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "muon": (300, (0, 1), ("decoder", "decoder, 64 excerpts"), tuple(METHODS)),
+    "muon_long": (1500, (0, 1, 2), ("small decoder",), _LONG),
+}
+"""Steps, seeds, models, and methods with Muon; beside them DiLoCo around AdamW, to compare with ``muloco``."""
 RATES = (0.01, 0.02, 0.04, 0.08)
 TUNED = 300
 """Steps of the dense runs of seed 0 by which a learning rate is chosen."""
 BESIDE = ("dense", "diloco, 2 bits")
 """Methods that AdamW steps."""
-MODELS = ("decoder", "decoder, 64 excerpts")
+MODELS = ("decoder", "decoder, 64 excerpts", "small decoder")
+"""Whose methods are those of ``METHODS``."""

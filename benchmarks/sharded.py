@@ -3,7 +3,7 @@
     python -m benchmarks.sharded --root data --json sharded.json
     python -m benchmarks.sharded --root data --json sharded.json --methods dense onebit --seeds 0
 
-The ranks are 4 processes. A decoder with 115,000 parameters learns the characters of Multi30k's English captions with
+The ranks are 4 processes. A decoder with 112,000 parameters learns the characters of Multi30k's English captions with
 AdamW, from the same batches with every method. The learning rate falls linearly to 0. The loss is that of held-out
 text. Runs that the JSON file has are not repeated.
 """
@@ -33,7 +33,7 @@ from benchmarks.harness.training import Run, work
 from lightning_compress import CompressedFSDPStrategy
 
 RANKS, REPLICAS, RATE = 4, 2, 3e-3
-MODEL = "small decoder"
+MODEL = "small decoder, 8 excerpts"
 DEFAULT = ("dense", "rotated 4 bits", "qsgd 4 bits", "onebit", "powersgd", "topk 1 %")
 
 

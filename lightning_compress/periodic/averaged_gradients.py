@@ -39,6 +39,7 @@ class AveragedGradients:
             raise ValueError(f"{NAME}={given!r} must be {_FORMS}, such as {_EXAMPLE}")
         self.rules = tuple(_rule(each) for each in entries)
         self._kinds: Mapping[str, str] = {}
+        self._taken: dict[str, bool] = {}
         self._known: Collection[str] = ()
 
     def __str__(self) -> str:
@@ -46,13 +47,17 @@ class AveragedGradients:
 
     def start(self, model: nn.Module) -> None:
         """Begin a fit of this model."""
-        self._kinds = kinds_of(model) if self.rules else {}
+        self._kinds, self._taken = kinds_of(model) if self.rules else {}, {}
         self._known = self.trained(model).keys()
 
     def takes(self, name: str) -> bool:
         """Return whether the gradient of the parameter of this name is averaged."""
-        name = name.replace("_orig_mod.", "")
-        return any(rule.takes(name, self._kinds.get(name, "other")) for rule in self.rules)
+        taken = self._taken.get(name)
+        if taken is None:  # kept, because each step asks for all names
+            known = name.replace("_orig_mod.", "")
+            taken = any(rule.takes(known, self._kinds.get(known, "other")) for rule in self.rules)
+            self._taken[name] = taken
+        return taken
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return those parameters that are trained now, by name."""
@@ -66,7 +71,7 @@ class AveragedGradients:
         return late
 
     def check(self, model: nn.Module, may_unfreeze: bool) -> None:
-        """Raise ValueError if a pattern takes nothing, or if all parameters are taken.
+        """Raise ValueError if a pattern takes nothing, all parameters are taken, or one has sparse gradients.
 
         Args:
             model: with all its parameters.
@@ -86,6 +91,13 @@ class AveragedGradients:
                 f"{NAME}={str(self)!r} takes all {len(trained)} trained parameters, {found[0]!r} among them, so none "
                 "would train locally. Leave the large matrices out, or use CompressedDDPStrategy, which averages all"
             )
+        for path, module in model.named_modules():
+            sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+            if sparse and self.takes(name := f"{path}.weight".lstrip(".")):
+                raise ValueError(
+                    f"{NAME}={str(self)!r} takes {name!r}, whose gradients are sparse, and only dense ones are "
+                    f"averaged. Set sparse=False in this {type(module).__name__}, or leave it out"
+                )
 
     def of(self, optimizer: Optimizer, model: nn.Module, scaled: bool) -> list[nn.Parameter]:
         """Return an optimizer's parameters whose gradients are to be averaged now.

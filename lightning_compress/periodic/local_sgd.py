@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.collectives import Collective, CountingCollective, World
@@ -148,6 +148,11 @@ class LocalSGD(Synchroniser):
 
     def _start(self) -> None:
         self.averaged.start(self.model)
+        if (self.averaged.rules or self.averaged_steps) and any(isinstance(each, LBFGS) for each in self.optimizers):
+            raise ValueError(
+                "LBFGS cannot be combined with averaged_steps or average_gradients: it computes gradients several "
+                "times in a step, and not equally often on all ranks. Use another optimizer, or leave them out"
+            )
         parts, trained = self.rounds.fragments, self._local(self.model)
         world = World(self.ranks, self.device, Meter(self.device))
         policy = self.settings.options.on_nonfinite
@@ -176,19 +181,30 @@ class LocalSGD(Synchroniser):
         """Number of local steps so far."""
         return max(self.attempts - self.averaged_steps, 0)
 
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the next step averages gradients of some parameters, or of all."""
+        return bool(self.averaged.rules) or self.attempts < self.averaged_steps
+
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer, scale: Tensor | None = None) -> None:
-        """See ``Synchroniser``: add unfrozen parameters; average the gradients that are not left to local steps."""
+        """See ``Synchroniser``: add unfrozen parameters; average the gradients that are not left to local steps.
+
+        With a GradScaler, call it before ``scaler.unscale_``, which looks for infinities, also those of other ranks.
+        """
         if late := [*self.fragments.join(self.step), *self.averaged.join(self.model)]:
             self.meeting.joined = zlib.crc32(repr(late).encode(), self.meeting.joined)
         if self.attempts < self.averaged_steps:
             parameters = trained_by(optimizer)
         else:
             parameters = self.averaged.of(optimizer, self.model, scale is not None)
+        unlike = self._some_frozen and self.averages_gradients  # ranks may have unfrozen other parameters
+        if not (parameters or unlike):
+            return
+        if self.meeting.unsized or unlike:
+            self.meeting.agree()  # before a rank waits for gradients of one that has ended, or has other parameters
         if not parameters:
             return
-        if self.meeting.unsized or self._some_frozen:
-            self.meeting.agree()  # before a rank waits for gradients of one that has ended, or has other parameters
         self._meter.bytes_dense += average_gradients(parameters, self.counted, scale)
         if scale is None:
             policy = self.settings.options.on_nonfinite

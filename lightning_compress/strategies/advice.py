@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from lightning_compress.codecs import Rotated
+from lightning_compress.codecs import Method, Rotated
 from lightning_compress.core.kinds import kinds_of
 from lightning_compress.engine.checks import trained_parameters
 from lightning_compress.periodic.synchroniser import Synchroniser
@@ -67,7 +67,7 @@ def _costs_beside(settings: RunState, optimizers: Iterable[object]) -> str:
         return ""
     for method in settings.methods:
         lost = loss_of(method, kind, settings.compensation(method))
-        if lost is None and not method.safe_with_adam:
+        if lost is None and not _safe(method, kind):
             text = f"{label(method)} with {named[kind]} may raise the loss; we have not measured it"
         elif lost is not None and lost > LEAST[kind]:
             text = f"{label(method)} with {MEASURED[kind]} raised the loss by {lost:g} % in our runs"
@@ -76,6 +76,12 @@ def _costs_beside(settings: RunState, optimizers: Iterable[object]) -> str:
         took = "compressor='auto' took " * (settings.chosen is not None and settings.chosen.codec == method)
         return f"{took}{text}. Use {_INSTEAD[kind]} in 'lightning-compress docs choose'"
     return ""
+
+
+def _safe(method: Method, kind: Optimizer) -> bool:
+    """Return whether a method that was not measured should do no harm; Muon needs more bits than Adam."""
+    enough = kind != "muon" or method.elementwise or getattr(method, "bits", 0) > 4
+    return method.safe_with_adam and enough
 
 
 def _embeddings_beside_adam(settings: RunState, optimizers: Iterable[object], module: nn.Module) -> str:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch.optim import Optimizer
 
 from lightning_compress.codecs import Method
 from lightning_compress.exchanges import Pattern
@@ -21,7 +22,7 @@ from lightning_compress.settings.automatic import Automatic
 from lightning_compress.strategies.common import register
 from lightning_compress.strategies.periodic import PeriodicMixin
 from lightning_compress.strategies.sidecar import SavedState
-from lightning_compress.strategies.unsupported import check_clipping
+from lightning_compress.strategies.unsupported import check_clipping, check_still_scaled
 
 LOCAL_STEPS: dict[str, dict[str, Any]] = {
     "local_sgd": {"sync_every": 16, "outer": "average"},
@@ -111,6 +112,17 @@ class LocalSGDMixin(PeriodicMixin):
         if trainer.state.fn == "fit" and self.synchroniser.averaged.rules:
             check_clipping(trainer, self.lightning_module)
         super().setup(trainer)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """See ``PeriodicStrategy``; also raise if gradients to average were unscaled by hand."""
+
+        def checked() -> Any:
+            result = closure()
+            if self.synchroniser.averages_gradients:
+                check_still_scaled(self.precision_plugin, optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, checked, model, **kwargs)
 
     def _finish_steps(self) -> None:
         self._steps.finish()

@@ -90,3 +90,25 @@ def check_clipping(trainer: Any, module: Any) -> None:
             "clip the averaged gradients by the norm of its own local ones, and train another model. Use "
             "gradient_clip_algorithm='value', or clip the two apart in the module's configure_gradient_clipping"
         )
+
+
+def check_still_scaled(precision: Any, optimizer: Any) -> None:
+    """Raise if gradients that are about to be averaged were already divided by the factor of the GradScaler.
+
+    The scaler has then looked for infinities, and would not see one that comes from another rank.
+
+    Args:
+        precision: Lightning's precision plugin, which may have a GradScaler.
+        optimizer: that is about to step.
+
+    Raises:
+        ValueError: they were.
+    """
+    scaler = getattr(precision, "scaler", None)
+    stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
+    if getattr(stage, "name", "") == "UNSCALED":
+        raise ValueError(
+            f"scaler.unscale_() was called before the step of {type(optimizer).__name__}, whose gradients are averaged "
+            "in the step. Remove the call: Lightning unscales after the average, before on_before_optimizer_step, "
+            "where you can clip"
+        )

@@ -47,11 +47,9 @@ def test_a_stage_tunes_then_runs_its_cells_and_none_twice(tmp_path, monkeypatch,
     write_text(tmp_path)
     results = tmp_path / "results.json"
     methods = ("dense", "4 local steps, the rest averaged")
-    monkeypatch.setattr(_muon, "MODELS", ("decoder",))
-    monkeypatch.setattr(_muon, "STAGES", {"muon": (4, (0,))})
+    monkeypatch.setattr(_muon, "STAGES", {"muon": (4, (0,), ("decoder",), methods)})
     monkeypatch.setattr(_muon, "TUNED", 2)
     monkeypatch.setattr(_muon, "RATES", (0.02, 0.04))
-    monkeypatch.setattr(_muon, "METHODS", {name: _muon.METHODS[name] for name in methods})
     monkeypatch.setattr(_muon, "BESIDE", ())
     monkeypatch.setitem(optimizers.RATES, "adamw", (1e-2,))
     monkeypatch.setattr(sys, "argv", ["optimizers", "--root", str(tmp_path), "--json", str(results), "--stage", "muon"])

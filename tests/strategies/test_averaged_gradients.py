@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_compress import LocalSGDStrategy
 from lightning_compress.collectives.counting import all_reduce_bytes
+from lightning_compress.periodic import LocalSGD
+from lightning_compress.periodic.averaged_gradients import AveragedGradients
 from tests.helpers.training import Net, digits, loader, parameters, quiet_trainer
 from tests.strategies.test_periodic import ByStep, Stream, fit
 
@@ -173,6 +175,33 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks_and_no_other(
             assert all(map(np.array_equal, own, theirs))
 
 
+class UnscalesByHand(Net):
+    """Steps a fused optimizer, which Lightning does not unscale itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        images, labels = batch
+        self.manual_backward(torch.nn.functional.cross_entropy(self(images), labels))
+        self.trainer.precision_plugin.scaler.unscale_(self.optimizers().optimizer)
+        self.optimizers().step()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+def _unscaled(averaged):
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    strategy = local(average_gradients=averaged)
+    return fit(strategy, make=UnscalesByHand, plugins=[plugin], limit_train_batches=1)[1].trainer.global_step
+
+
+def test_gradients_that_were_unscaled_by_hand_are_not_averaged(pools):
+    assert pools[2].run(_unscaled, []) == [2] * 2
+    with pytest.raises(Exception, match=r"scaler.unscale_\(\) was called before the step of AdamW"):
+        pools[2].run(_unscaled, SOME)
+
+
 def test_an_average_that_is_not_finite_may_be_an_error_on_all_ranks(pools):
     with pytest.raises(Exception, match="step 3: the mean of the ranks' gradients is not finite"):
         pools[2].run(_spoilt, BadGradient, False, "raise")
@@ -261,6 +290,31 @@ def test_patterns_that_do_not_fit_the_model_are_errors_before_training(pools, ca
     given, said = WRONG[case]
     with pytest.raises(Exception, match=said):
         pools[2].run(_refuses, [given, given])
+
+
+def test_sparse_gradients_are_an_error():
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4, sparse=True), torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"takes '0\.weight', whose gradients are sparse"):
+        AveragedGradients({"kind": "embedding"}).check(model, may_unfreeze=False)
+
+
+def _by_hand():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].requires_grad_(False)
+    steps = LocalSGD(2, compressor="none", average_gradients="1.*")
+    steps.may_unfreeze = True
+    with pytest.raises(ValueError, match="LBFGS cannot be combined with averaged_steps or average_gradients"):
+        steps.start(model, [torch.optim.LBFGS(model[0].parameters())])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steps.start(model, [optimizer])
+    model[1].requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(ValueError, match="the ranks have begun to train different parameters"):
+        steps.before_step(optimizer)
+    steps.close()
+
+
+def test_lbfgs_and_to_unfreeze_all_that_is_averaged_on_one_rank_are_errors(pools):
+    pools[2].run(_by_hand)
 
 
 def test_ranks_with_other_patterns_are_an_error(pools):
