@@ -134,7 +134,8 @@ def test_command(command, capsys):
         assert predict.main(words[3:]) == 1
         assert f"checkpoint {words[3]}: there is no such file" in capsys.readouterr().err
     elif "--script" in words:  # tests/commands/test_advise.py measures one
-        assert command in " ".join(PAGES["docs/does-it-pay"].replace("\\\n", " ").split())
+        own = PAGES["docs/does-it-pay"] + PAGES["README"]
+        assert command in " ".join(own.replace("\\\n", " ").split())
     elif words[0] == "python" and words[1].startswith("examples/"):  # tests/examples runs them
         assert (ROOT / words[1]).is_file()
     elif words[0] == "python" and words[2].startswith(("benchmarks.", "tests.")):  # how each is used is tested below
