@@ -92,8 +92,8 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
         if replicas * shards != self.world_size:
             raise ValueError(
                 f"replicate_size={replicas} times data_parallel_size={shards} is not the number of ranks, "
-                f"{self.world_size} (num_nodes={self.num_nodes} times devices={self.num_processes}): leave one of the "
-                "two sizes out, so that it follows from the other"
+                f"{self.world_size} (num_nodes={self.num_nodes} times devices={self.num_processes}): give one of the "
+                f"two sizes, a divisor of {self.world_size}, and leave the other out"
             )
         mesh = init_device_mesh(self.root_device.type, (replicas, shards, 1), mesh_dim_names=DIMENSIONS)
         if self._timeout is not None:

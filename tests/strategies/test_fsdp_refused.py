@@ -89,7 +89,7 @@ CASES = {
     "sizes": (_plain(replicate_size=3), "replicate_size=3 times data_parallel_size=1 is not the number of ranks, 4"),
     "both sizes": (
         _plain(data_parallel_size=4),
-        "data_parallel_size=4 is not .* leave one of the two sizes out",
+        "data_parallel_size=4 is not .* give one of the two sizes, a divisor of 4",
     ),
     "nothing sharded": (_shards(lambda *_: None), f"no module that has trained parameters: use .*{CURE}"),
     "two dimensions": (
