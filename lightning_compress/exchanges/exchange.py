@@ -287,10 +287,13 @@ def longest(used: int, most: int, collective: Collective, device: torch.device) 
     collective.all_reduce(length, "max")
     width = int(length)
     if width > most or width % ALIGNMENT:
-        raise ValueError(
-            f"a rank reports a message of {width} bytes; the maximum is {most}, in multiples of {ALIGNMENT}"
-        )
+        raise impossible(width, most)
     return width
+
+
+def impossible(length: int, most: int) -> ValueError:
+    """Return the error for a message whose length a rank cannot mean; ``most``: the largest valid one, in bytes."""
+    return ValueError(f"a rank reports a message of {length} bytes; the maximum is {most}, in multiples of {ALIGNMENT}")
 
 
 def gather(vector: Tensor, spans: Sequence[slice], row: Tensor) -> None:

@@ -11,7 +11,7 @@ from lightning_compress.codecs.codec import ALIGNMENT, aligned
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.collective import Wait
 from lightning_compress.collectives.counting import all_to_all_rounds
-from lightning_compress.exchanges.exchange import Cost
+from lightning_compress.exchanges.exchange import Cost, impossible
 from lightning_compress.exchanges.head import LENGTH
 from lightning_compress.exchanges.message import MessagePlan
 
@@ -116,10 +116,7 @@ class Varying:
         lengths = self._lengths.cpu().expand(len(expected), len(expected))
         wrong = (lengths < 0) | (lengths > self._most) | (lengths % ALIGNMENT > 0)
         if wrong.any():
-            raise ValueError(
-                f"a rank reports a message of {int(lengths[wrong][0])} bytes; the maximum is {int(self._most.max())}, "
-                f"in multiples of {ALIGNMENT}"
-            )
+            raise impossible(int(lengths[wrong][0]), int(self._most.max()))
         longer = bool((lengths > torch.tensor(expected, dtype=torch.int64)).any())
         self._expected = self._room_for(lengths)
         if longer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_compress.codecs.quantize.entropy import LIMIT, ROW, STREAMS
-from lightning_compress.codecs.quantize.levels_numba import fit, step
+from lightning_compress.codecs.quantize.levels_numba import fit, step, subtract
 from lightning_compress.core.source_numba import begin_write, borrow, end_write, load
 from lightning_compress.kernels.numba import kernel, simd, simd_pairs
 
@@ -78,19 +78,13 @@ def encode(
             byte, bits, held, table = _put(pairs[: some // 2], codes, table, body, byte, bits, held)
             chosen[bucket] = table
             if len(rest):
-                _subtract(given, levels, step(norms[bucket], top))
+                subtract(given, levels, step(norms[bucket], top))
         if held:
             body[byte] = np.uint8(bits)
             byte += 1
         lengths[stream] = byte - begin
     simd_pairs.store_word(body, byte, np.uint64(0))
     return most
-
-
-@kernel
-def _subtract(vector, levels, step):
-    for index in range(len(vector)):
-        vector[index] -= levels[index] * step
 
 
 @kernel

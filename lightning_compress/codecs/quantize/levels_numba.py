@@ -102,3 +102,10 @@ def unpack_one(body, places, index):
             code |= bits << low
             low += width
     return code
+
+
+@kernel
+def subtract(vector, levels, step):
+    """Leave in ``vector`` what its levels do not send."""
+    for index in range(len(vector)):
+        vector[index] -= levels[index] * step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lightning_compress.codecs.quantize.levels_numba import add_row, fit, pack, step
+from lightning_compress.codecs.quantize.levels_numba import add_row, fit, pack, step, subtract
 from lightning_compress.core.random_numba import shard_state
 from lightning_compress.core.source_numba import begin_write, borrow, end_write, load, part_of, part_of_place
 from lightning_compress.kernels.numba import kernel, simd
@@ -59,14 +59,8 @@ def encode(source, width, top, limit, start, move, body, places, norms, rest):
                 simd.round_levels(levels, index - begin, vector, index, factors, 0, offset, state, move)
             pack(levels[: end - begin], body, places, first + begin)
             if len(rest):
-                _subtract(vector[begin:end], levels, step(norms[bucket], top))
+                subtract(vector[begin:end], levels, step(norms[bucket], top))
     return most
-
-
-@kernel
-def _subtract(vector, levels, step):
-    for index in range(len(vector)):
-        vector[index] -= levels[index] * step
 
 
 @kernel
