@@ -20,6 +20,7 @@ OF_AUTO = {
     "bf16": "our bf16",
     "qsgd (bits 8)": "qsgd 8",
     "qsgd (bits 4)": "qsgd 4",
+    "qsgd (bits 4, coding entropy)": "qsgd 4",
 }
 """Whose training ``auto`` repeats, by the name of what it chose for a link."""
 NEAR_LOSSLESS = ("DDP 1 MB", DENSE, "our bf16", "qsgd 8", "qsgd 4", "rotated 8", "rotated 4")
