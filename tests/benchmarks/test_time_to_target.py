@@ -14,6 +14,8 @@ from benchmarks._target.show import front_table, show, show_steps, write_csv
 from benchmarks._target.steps import Steps, reached
 from benchmarks._target.times import Place, Times, kappa
 from benchmarks.harness.lab import bits_per_second
+from lightning_compress.planning.summary import label
+from lightning_compress.settings.automatic import Automatic
 from tests.benchmarks.test_error import write_text
 
 ONE_LINK = {"links": ("10mbit",), "round_trips": (0.0,)}
@@ -214,6 +216,7 @@ def test_every_phase_has_a_row_and_every_line_a_run():
         assert [first for first, _ in method.phases] == sorted({first for first, _ in method.phases})
         assert method.phases[0][0] == 0
     assert set(methods.OF_AUTO.values()) <= runs.keys()
+    assert set(methods.OF_AUTO) == {label(codec) for codec in Automatic.candidates}
 
 
 def test_step_times_need_an_idle_machine(tmp_path, monkeypatch):
