@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
@@ -40,8 +41,7 @@ else:
     _Base = object
 
 CURES = Cures(
-    "fully_shard(module, mesh=self.device_mesh['data_parallel']) in the LightningModule's configure_model",
-    "CompressedDDPStrategy",
+    "self", "self.device_mesh['data_parallel']", "in the LightningModule's configure_model", "CompressedDDPStrategy"
 )
 DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
 """Of the mesh; ``configure_model`` uses the second."""
@@ -110,6 +110,17 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
             for each in trainer.callbacks:
                 if "OnExceptionCheckpoint" in kinds_of(each) or getattr(each, "save_on_exception", False):
                     self._rendezvous.signals.unless(each, "on_exception", self._refuse_to_save)
+
+    @contextmanager
+    def tensor_init_context(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """See ``ModelParallelStrategy``; an error of ``configure_model``'s meshes, inside, says what to write."""
+        try:
+            with super().tensor_init_context(*args, **kwargs):
+                yield
+        except ValueError as error:
+            if "DeviceMesh" not in str(error):
+                raise
+            raise ValueError(f"{error}: give it one dimension, the shards, by {CURES.mesh}") from error
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

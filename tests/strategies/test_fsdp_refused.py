@@ -61,6 +61,16 @@ def _outside(model, mesh):
     fully_shard(model.first, mesh=mesh["data_parallel"])
 
 
+def _listed_outside(model, mesh):
+    model.more = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
+    _outside(model, mesh)
+
+
+def _own_outside(model, mesh):
+    model.scale = nn.Parameter(torch.ones(1))
+    _outside(model, mesh)
+
+
 def _old(model, mesh):
     model.first = Old(17, 64)
     fully_shard(model, mesh=mesh["data_parallel"])
@@ -84,29 +94,47 @@ def _plain(*given, **settings):
 
 
 OWNER = {"name": "two_shot", "adagrad": 1e-8}
-CURE = r"mesh=self\.device_mesh\['data_parallel'\]\) in the LightningModule's configure_model"
+MESH = r"mesh=self\.device_mesh\['data_parallel'\]"
+CURE = rf"fully_shard\(module, {MESH}\) in the LightningModule's configure_model"
 CASES = {
     "sizes": (_plain(replicate_size=3), "replicate_size=3 times data_parallel_size=1 is not the number of ranks, 4"),
     "both sizes": (
         _plain(data_parallel_size=4),
         "data_parallel_size=4 is not .* give one of the two sizes, a divisor of 4",
     ),
-    "nothing sharded": (_shards(lambda *_: None), f"no module that has trained parameters: use .*{CURE}"),
+    "nothing sharded": (_shards(lambda *_: None), f"no module that has trained parameters: use {CURE}"),
+    "no mesh": (
+        _shards(lambda model, _: fully_shard(model)),
+        f"of the model shards over all 4 ranks, as it does without mesh=.*For 2 replicas of 2 shards, write {CURE}",
+    ),
     "two dimensions": (
         _shards(lambda model, mesh: fully_shard(model, mesh=mesh["replicate", "data_parallel"])),
-        rf"got the mesh \{{'replicate': 2, 'data_parallel': 2\}}.*{CURE}",
+        rf"got the mesh \{{'replicate': 2, 'data_parallel': 2\}} of 2 dimensions.*write {CURE}",
+    ),
+    "three dimensions": (
+        _shards(lambda model, mesh: fully_shard(model, mesh=mesh)),
+        rf"DeviceMesh\(\(replicate=2, data_parallel=2, tensor_parallel=1\).*give it one dimension.*by {CURE}",
     ),
     "tensor parallel": (_shards(_tensor_parallel), rf"got the mesh .*'tensor_parallel': 1.*{CURE}"),
     "replicate": (_shards(_replicated), r"replicate\(\) was applied to .*use CompressedDDPStrategy"),
-    "several meshes": (_shards(_two_meshes), "sharded over different ranks.*give all calls of fully_shard the same"),
+    "several meshes": (
+        _shards(_two_meshes),
+        rf"several meshes \(second over ranks \[[02, 13]+\], first over ranks \[[01, 23]+\]\): .*the same one, {MESH}",
+    ),
     "the other mesh": (
         _shards(lambda model, mesh: fully_shard(model, mesh=mesh["replicate"])),
-        f"the two meshes cross in this rank. Use .*{CURE}",
+        rf"mesh of ranks \[[02, 13]+\], and the replicas' mesh is of \[.*product must be 4.*: write {CURE}",
     ),
     "outside": (
         _shards(_outside),
-        "second.weight, second.bias of 2 trained parameters outside of every",
+        rf"no sharded module holds .* second.weight, second.bias, .*write fully_shard\(self.second, {MESH}\) after",
     ),
+    "several outside": (
+        _shards(_listed_outside),
+        r"second.weight, second.bias, more.0.weight and 3 more, so nothing.*: write `for module in \(self.second, "
+        rf"self.more\[0\], self.more\[1\]\): fully_shard\(module, {MESH}\)` after the modules in them",
+    ),
+    "the module's own": (_shards(_own_outside), rf"fully_shard\(self, {MESH}\) .*and call self\(\.\.\.\) for the loss"),
     "FSDP1": (_shards(_old), rf"of FSDP1 .*use FSDP2, .*{CURE}"),
     "offloading": (_shards(_offloaded), "CPUOffloadPolicy of the model moves gradients.*leave it out"),
     "a factor": (_shards(_divided), r"set_gradient_divide_factor\(4.0\) of the model.*scale the loss"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,17 +22,32 @@ class Cures(NamedTuple):
     """What to write instead of what cannot work.
 
     Args:
-        mesh: how to shard.
+        model: the name of the model where it is sharded.
+        shards: the mesh to shard over.
+        beside: where, or with what else, to shard.
         whole: how to train a model that is not sharded.
     """
 
-    mesh: str
+    model: str
+    shards: str
+    beside: str
     whole: str
+
+    @property
+    def mesh(self) -> str:
+        """How to shard."""
+        return f"{self.line('module')} {self.beside}"
+
+    def line(self, module: str) -> str:
+        """Return the line that shards a module."""
+        return f"fully_shard({module}, mesh={self.shards})"
 
 
 ATTACH = Cures(
-    "mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')), "
-    "fully_shard(module, mesh=mesh['shard']) and attach(model, ..., replicas=mesh['replicate'])",
+    "model",
+    "mesh['shard']",
+    "and attach(model, ..., replicas=mesh['replicate']), with mesh = init_device_mesh(device, (replicas, shards), "
+    "mesh_dim_names=('replicate', 'shard'))",
     "DistributedDataParallel and attach(ddp, ...)",
 )
 """Of ``attach``."""
@@ -74,23 +90,52 @@ def check_units(model: nn.Module, units: Sequence[Unit], cures: Cures = ATTACH) 
         raise ValueError(f"fully_shard was applied to no module that has trained parameters: use {cures.mesh}")
     for unit in units:
         _check_unit(unit, cures)
-    shards = {tuple(unit.mesh.mesh.flatten().tolist()) for unit in units}
-    if len(shards) > 1:
+    over = {tuple(unit.mesh.mesh.flatten().tolist()): unit.name for unit in reversed(units)}
+    if len(over) > 1:
+        found = ", ".join(f"{name} over ranks {list(ranks)}" for ranks, name in over.items())
         raise ValueError(
-            f"the model's modules are sharded over different ranks ({sorted(shards)}): give all calls of fully_shard "
-            "the same mesh['shard']"
+            f"fully_shard got several meshes ({found}): give all calls the same one, mesh={cures.shards} (without "
+            "mesh=, it shards over all ranks)"
         )
     within = {id(shard.parameter()) for unit in units for shard in unit.trained}
-    outside = [name for name, each in checks.trained_parameters(model) if id(each) not in within]
-    if outside:
+    if outside := [name for name, each in checks.trained_parameters(model) if id(each) not in within]:
+        more = f" and {len(outside) - 3} more" if len(outside) > 3 else ""
         raise ValueError(
-            f"{', '.join(outside[:3])} of {len(outside)} trained parameters outside of every sharded module would not "
-            "be averaged at all: apply fully_shard to the model itself, too, after its blocks"
+            f"no sharded module holds the trained parameters {', '.join(outside[:3])}{more}, so nothing would average "
+            f"their gradients: write {_lines(model, outside, cures)}"
         )
     if not any(shard.numel for unit in units for shard in unit.trained):
         raise ValueError("a rank holds no element of any parameter, as there are more shards than rows: use fewer")
     if getattr(model, checks.AVERAGED_ELSEWHERE, ()):
         raise ValueError("SufficientFactors needs DistributedDataParallel: leave it out for a sharded model")
+
+
+def _lines(model: nn.Module, names: Sequence[str], cures: Cures) -> str:
+    """Return the lines that shard what holds these parameters."""
+    found = list(dict.fromkeys(_holder(model, name) for name in names))
+    if "" in found:
+        return (
+            f"{cures.line(cures.model)} after the modules in it, and call {cures.model}(...) for "
+            "the loss, because FSDP gathers parameters in forward"
+        )
+    holders = [re.sub(r"\.(\d+)\b", r"[\1]", f"{cures.model}.{path}") for path in found]
+    if len(holders) == 1:
+        return f"{cures.line(holders[0])} after the modules in it"
+    listed = ", ".join([*holders[:3], *(["..."] if len(holders) > 3 else [])])
+    return f"`for module in ({listed}): {cures.line('module')}` after the modules in them"
+
+
+def _holder(model: nn.Module, name: str) -> str:
+    """Return the path of the outermost module in the model with a forward that holds a parameter; "": only itself.
+
+    The model may be a LightningModule, whose own forward may never be called.
+    """
+    parts, module = name.split(".")[:-1], model
+    for place, part in enumerate(parts):
+        module = getattr(module, part)
+        if type(module).forward is not nn.Module.forward:
+            return ".".join(parts[: place + 1])
+    return ""
 
 
 def _check_unit(unit: Unit, cures: Cures) -> None:
@@ -101,9 +146,10 @@ def _check_unit(unit: Unit, cures: Cures) -> None:
             f"uncompressed: use {cures.whole}"
         )
     if unit.replicates or len(sizes) > 1:
+        named = dict(zip(mesh.mesh_dim_names or "?", sizes, strict=False))
         raise ValueError(
-            f"fully_shard of {unit.name} got the mesh {dict(zip(mesh.mesh_dim_names or '?', sizes, strict=False))}, "
-            f"over whose replicas PyTorch averages uncompressed. It must have the shards alone: use {cures.mesh}"
+            f"fully_shard of {unit.name} got the mesh {named} of {len(sizes)} dimensions, and PyTorch would average "
+            f"over the first without compression. Give it one dimension, the shards: write {cures.mesh}"
         )
     if parallel := [each.name for each in unit.trained if _dimensions(each.parameter()) > 1]:
         raise ValueError(f"{parallel[0]} is sharded over more than one dimension of a mesh (tensor parallel): use one")
@@ -144,12 +190,16 @@ def check_replicas(replicas: object, units: Sequence[Unit], ranks: int, cures: C
     """
     if not isinstance(replicas, DeviceMesh) or replicas.ndim != 1:
         raise ValueError(f"replicas={replicas} must be the mesh of the replicas, of one dimension: use {cures.mesh}")
-    shards = units[0].mesh.size()
-    common = set(replicas.mesh.tolist()) & set(units[0].mesh.mesh.tolist())
-    if replicas.size() * shards != ranks or len(common) != 1:
+    over, across = units[0].mesh.mesh.tolist(), replicas.mesh.tolist()
+    if len(over) == ranks and len(across) > 1:
         raise ValueError(
-            f"{replicas.size()} replicas={replicas} of {shards} shards {units[0].mesh} are not the {ranks} ranks: the "
-            f"sizes' product must be, and the two meshes cross in this rank. Use {cures.mesh}"
+            f"fully_shard of {units[0].name} shards over all {ranks} ranks, as it does without mesh=, and leaves no "
+            f"replicas. For {len(across)} replicas of {ranks // len(across)} shards, write {cures.mesh}"
+        )
+    if len(across) * len(over) != ranks or len({*across} & {*over}) != 1:
+        raise ValueError(
+            f"fully_shard of {units[0].name} got the mesh of ranks {over}, and the replicas' mesh is of {across}. "
+            f"Their sizes' product must be {ranks}, all ranks, and only this rank may be in both: write {cures.mesh}"
         )
 
 

@@ -174,8 +174,8 @@ class Unit:
         present = [each.sharded_param for each in self._parameters()]
         if len(present) != len(self.trained):
             raise RuntimeError(
-                f"{self.name} trains {len(present)} parameters, and trained {len(self.trained)} when attach was "
-                "called: freeze and unfreeze before that, or attach again"
+                f"{self.name} trains {len(present)} parameters, and trained {len(self.trained)} when attach or "
+                "trainer.fit() began to compress: freeze and unfreeze before that"
             )
         sizes = [each.padded for each in self.trained]
         if sum(sizes) != reduced.numel():
