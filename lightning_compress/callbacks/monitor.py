@@ -41,8 +41,8 @@ class MonitorMixin:
         if stage == "fit" and not _tells(trainer):
             rank_zero_warn(
                 "CommunicationMonitor logs nothing: it needs Trainer(strategy=CompressedDDPStrategy(...)), or "
-                f"LocalSGDStrategy or GossipStrategy, not {type(trainer.strategy).__name__}; for an uncompressed "
-                "baseline use compressor='none'"
+                "CompressedFSDPStrategy, LocalSGDStrategy or GossipStrategy, not "
+                f"{type(trainer.strategy).__name__}; for an uncompressed baseline use compressor='none'"
             )
         elif stage == "fit" and not trainer.loggers:
             rank_zero_warn("CommunicationMonitor logs nothing: the Trainer has no logger; use Trainer(logger=True)")

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_compress.collectives import Collective
 from lightning_compress.engine.optimizers import Trained, skip_step
 from lightning_compress.settings.run_state import RunState
 
@@ -287,8 +288,7 @@ class FiniteGuard:
     Args:
         device: of the gradients.
         settings: say what to do about non-finite gradients.
-        agree: replaces int64 numbers by their maxima over ranks that average other parameters, too; collective. None:
-            there are no such ranks.
+        everyone: all ranks, if some of them average other parameters; else None.
 
     Attributes:
         count: int64 scalar, steps so far with a non-finite gradient.
@@ -297,12 +297,12 @@ class FiniteGuard:
         refused: optimizers were kept from stepping in this step.
     """
 
-    def __init__(self, device: torch.device, settings: RunState, agree: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, device: torch.device, settings: RunState, everyone: Collective | None = None) -> None:
         self.flags: list[tuple[Tensor, Collection[str] | None]] = []
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._policy = settings.options.on_nonfinite
-        self._agree, self._agreed = agree, False
-        self.checks = self._policy != "pass" or agree is not None
+        self._everyone, self._agreed = everyone, False
+        self.checks = self._policy != "pass" or everyone is not None
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.refused = False
 
@@ -347,10 +347,10 @@ class FiniteGuard:
         Raises:
             FloatingPointError: a gradient is not finite and the policy is "raise"; on all ranks.
         """
-        if self._agree and not self._agreed:
+        if self._everyone and not self._agreed:
             self._agreed = True
             votes = torch.stack([self.found().to(torch.int64), self.count])
-            self._agree(votes)
+            self._everyone.all_reduce(votes, "max")
             self.count.copy_(votes[1])
             self.flags.append((torch.where(votes[0] > 0, torch.nan, self._zero), None))
         if self._policy == "pass":

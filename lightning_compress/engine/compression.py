@@ -51,7 +51,7 @@ class Compression:
             otherwise.
         caps: see ``Groups``.
         beside: the same ranks over other transports, each for one more thread that calls ``reduce``.
-        agree: see ``FiniteGuard``.
+        everyone: see ``FiniteGuard``.
 
     Attributes:
         active: whether compression averages the gradients; otherwise DistributedDataParallel does.
@@ -79,7 +79,7 @@ class Compression:
         accumulates: bool = True,
         caps: tuple[int, int] | None = None,
         beside: Sequence[Collective] = (),
-        agree: Callable[[Tensor], None] | None = None,
+        everyone: Collective | None = None,
     ) -> None:
         self.settings = self.next_settings = settings
         self._scheduled: dict[str, object] = {}  # the schedule's last values, as primitives
@@ -89,10 +89,11 @@ class Compression:
         self.step = self.epoch = 0
         self.lanes = Lanes([collective, *beside], self.meter, settings.options.deterministic)
         self._collective, self._scale = self.lanes.all[0].world.collective, scale
+        self._rank = (everyone or self._collective).rank  # in messages
         self.names = {id(each.parameter()): each.name for each in trained}
         self.optimizers = Optimizers(trained, frozen or {})
         self.groups = Groups(trained, self.lanes, unused, caps)
-        self.finite = FiniteGuard(self.device, settings, agree)
+        self.finite = FiniteGuard(self.device, settings, everyone)
         self._passes = Passes(trained, accumulates, self.optimizers.all_owned)
         self._last: tuple[StateDict, float] | None = None  # at the end: the state, and the norm of the residuals
         self._stepped, self.active, self.run_summary = True, False, RunSummary()
@@ -100,7 +101,7 @@ class Compression:
         self.closing.callback(self._passes.close)
         self._at_load: list[Callable[[], None]] = []
         same = self.optimizers.kept, self.groups.shared
-        self._drift = DriftGuard(trained, same, self._collective, settings, agree)
+        self._drift = DriftGuard(trained, same, self._collective, settings, everyone)
         watch(self)
 
     def reduce(
@@ -142,7 +143,7 @@ class Compression:
             flag = group.reduce(gradients, self.step, self._scale(), turn, left_out)
         except Exception as error:
             where = f"step {self.step}, averaging the group that begins with {group.bucket_names[0]}"
-            errors.explain(error, where, self._collective.rank)
+            errors.explain(error, where, self._rank)
         if arrived.left_out or self._passes.patience:
             self._passes.made(group.bucket_names, gradients, arrived.left_out)
         self.finite.flags.append((flag, group.names))
@@ -285,7 +286,7 @@ class Compression:
             FloatingPointError: a gradient is not finite and ``on_nonfinite="raise"``; on all ranks.
         """
         if self.optimizers.owned(optimizer):
-            self.finite.before_step(optimizer, f"step {self.step}: {self.groups.nonfinite}")
+            self.finite.before_step(optimizer, f"step {self.step}: {self.groups.nonfinite(self._rank)}")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Commit the residuals of the optimizer's parameters, unless a gradient was not finite."""

@@ -31,7 +31,7 @@ class DriftGuard:
         same: each returns other tensors that have to be equal on all ranks, in the same order.
         collective: the ranks.
         settings: how often to compare, and what to do if ranks differ.
-        agree: see ``FiniteGuard``.
+        everyone: see ``FiniteGuard``.
 
     Attributes:
         every: steps between comparisons; 0: never.
@@ -43,11 +43,12 @@ class DriftGuard:
         same: Iterable[Callable[[], Iterable[Tensor]]],
         collective: Collective,
         settings: RunState,
-        agree: Callable[[Tensor], None] | None = None,
+        everyone: Collective | None = None,
     ) -> None:
         self._trained = trained
         self._same = same
-        self._collective, self._agree = collective, agree
+        self._collective, self._everyone = collective, everyone
+        self._unit = "replica" if everyone else "rank"
         self.every = settings.options.check_drift_every if collective.size > 1 else 0
         self._resyncs = settings.options.on_drift == "resync"
         self._gradients: dict[str, Tensor] = {}
@@ -81,20 +82,20 @@ class DriftGuard:
         self._gradients.clear()
         checksums = torch.stack([checksum for pair in sums for checksum in pair])
         ranks = self._collective.uncounted if now else self._collective
-        with errors.explained(f"comparing the ranks after step {step}", ranks.rank):
+        with errors.explained(f"comparing the ranks after step {step}", (self._everyone or ranks).rank):
             differs = ~consensus.same(checksums, ranks).all().view(1)
         somewhere = differs.to(torch.int64)
-        if self._agree:
-            self._agree(somewhere)
+        if self._everyone:
+            self._everyone.all_reduce(somewhere, "max")
         if not somewhere:
             return
         if not differs:  # ranks that hold other shards raise, or get a copy
             if self._resyncs:
                 return
-            raise RuntimeError(f"drift: after step {step}, replicas of other shards than this rank's differ")
-        problem = self._problem(step, checksums, recorded)
+            raise RuntimeError(f"drift: after step {step}, replicas differ in another shard: see other ranks' errors")
+        problem, first = self._problem(step, checksums, recorded), f"{self._unit} 0"
         if not self._resyncs:
-            raise RuntimeError(f"{problem}. Use on_drift='resync' to copy rank 0's model to all ranks and continue")
+            raise RuntimeError(f"{problem}. Use on_drift='resync' to copy {first}'s model to all and continue")
         same = [tensor for tensors in self._same for tensor in tensors()]
         shapes = consensus.digest(repr([(tensor.shape, tensor.dtype) for tensor in same]).encode())
         equal = bool(consensus.same(checksums.new_tensor([shapes]), self._collective))
@@ -102,7 +103,7 @@ class DriftGuard:
             self._collective.broadcast(tensor, device)
         if self._collective.rank == 0:
             what = "parameters and optimizer state" if equal else "parameters (not the optimizer state: shapes differ)"
-            log.warning("%s. Rank 0's %s were copied to all", problem, what)
+            log.warning("%s. %s's %s were copied to all", problem, first.capitalize(), what)
 
     def _problem(self, step: int, checksums: Tensor, recorded: bool) -> str:
         gathered = consensus.gathered(checksums, self._collective)
@@ -112,10 +113,11 @@ class DriftGuard:
         pairs = zip(self._trained, parameters | gradients, strict=True)
         names = [each.name for each, differs in pairs if differs]
         where = ", and so do their averaged gradients" if gradients.any() else ", but their averaged gradients do not"
+        unit = self._unit
         return (
-            f"drift: after step {step}, {errors.listed(names)} of rank {ranks} differ from rank 0's{where * recorded}; "
-            "possible causes are randomness or code that depends on the rank, different processors (fft, dct and "
-            "powersgd need equal ones), and faulty memory"
+            f"drift: after step {step}, {errors.listed(names)} of {unit} {ranks} differ from {unit} 0's"
+            f"{where * recorded}; possible causes are randomness or code that depends on the rank, different "
+            "processors (fft, dct and powersgd need equal ones), and faulty memory"
         )
 
 

@@ -237,11 +237,10 @@ class Groups:
                 for state in pending:
                     state.reject(rejected)
 
-    @property
-    def nonfinite(self) -> str:
-        """What is not finite in the last gradients, as far as this rank knows; for messages."""
+    def nonfinite(self, rank: int) -> str:
+        """Return what is not finite in the last gradients, as far as this rank knows; for messages."""
         names = [name for group in self.all for name in group.nonfinite]
-        where = f"on rank {self._ranks.rank}, of {', '.join(names[:3])}" if names else "on another rank"
+        where = f"on rank {rank}, of {', '.join(names[:3])}" if names else "on another rank"
         return f"gradients are not finite {where}"
 
     def shared(self) -> list[Tensor]:

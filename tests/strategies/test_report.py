@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -59,13 +60,21 @@ class Measures(Callback):
         trainer.strategy.measure_every(2)
 
 
+@contextmanager
+def listening():
+    """The lines that are logged inside."""
+    lines, loggers = Lines(), {"lightning.pytorch.utilities.rank_zero", rank_zero_module.log.name}
+    for logger in map(logging.getLogger, loggers):
+        logger.addHandler(lines)
+        logger.setLevel(logging.INFO)
+    yield lines
+    for logger in map(logging.getLogger, loggers):
+        logger.removeHandler(lines)
+
+
 def _said(strategy, steps=6, make=Net, callbacks=()):
     """The lines and the warnings of a fit."""
-    lines = Lines()
-    for name in ("lightning.pytorch.utilities.rank_zero", rank_zero_module.log.name):
-        logging.getLogger(name).addHandler(lines)
-        logging.getLogger(name).setLevel(logging.INFO)
-    with warnings.catch_warnings(record=True) as caught:
+    with listening() as lines, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(strategy, steps, make, callbacks=[*callbacks, Marks(lines)], quiet=False)
     said = list(dict.fromkeys(lines.said))

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -71,10 +71,7 @@ def compress(model: nn.Module, settings: RunState, replicas: DeviceMesh | None, 
     settings = _same(decide(settings, planned, world), ranks, device)
     unused = any(unit.allows_unused for unit in units)
 
-    def agree(numbers: Tensor) -> None:
-        ranks.all_reduce(numbers, "max")
-
-    compression = Compression(trained, settings, column, unused=unused, accumulates=False, agree=agree)
+    compression = Compression(trained, settings, column, unused=unused, accumulates=False, everyone=ranks)
 
     def summarise() -> None:
         compression.run_summary = run_summary(compression.next_settings, planned, world, unit="replica")

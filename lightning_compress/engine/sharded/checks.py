@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_compress.core import errors
 from lightning_compress.engine import checks
 from lightning_compress.engine.sharded.hook import ReplicaHook
 from lightning_compress.engine.sharded.units import Unit
@@ -99,9 +100,8 @@ def check_units(model: nn.Module, units: Sequence[Unit], cures: Cures = ATTACH) 
         )
     within = {id(shard.parameter()) for unit in units for shard in unit.trained}
     if outside := [name for name, each in checks.trained_parameters(model) if id(each) not in within]:
-        more = f" and {len(outside) - 3} more" if len(outside) > 3 else ""
         raise ValueError(
-            f"no sharded module holds the trained parameters {', '.join(outside[:3])}{more}, so nothing would average "
+            f"no sharded module holds the trained parameters {errors.listed(outside)}, so nothing would average "
             f"their gradients: write {_lines(model, outside, cures)}"
         )
     if not any(shard.numel for unit in units for shard in unit.trained):
