@@ -19,6 +19,7 @@ def advise(
     profile: str | None = None,
     compute_ms: float | None = None,
     ranks: int | None = None,
+    replicas: int | None = None,
     gbit: float | None = None,
     latency_us: float = 100.0,
     optimizer: Literal["sgd", "adam", "adamw", "muon"] | None = None,
@@ -40,7 +41,8 @@ def advise(
         profile: file that the callback StepProfile wrote.
         compute_ms: milliseconds of a step without communication, all processes of a host at work.
         ranks: processes that train together, 2 or more.
-        gbit: speed of each process's link, in Gbit/s, such as 1 or 0.1.
+        replicas: of a sharded model (HSDP), over which the ranks are divided. One replica's ranks share a host's link.
+        gbit: speed of each process's link, or with replicas of each host's, in Gbit/s, such as 1 or 0.1.
         latency_us: microseconds until a small message has arrived; ping says twice this.
         optimizer: that you use, on which the cost in quality depends. The default is adamw, or what was measured.
         cores_per_rank: CPU cores of each process. The default is 1, or what the script has.
@@ -48,8 +50,8 @@ def advise(
             takes the published figures of one H100.
         json: print JSON instead of a table.
     """
-    _check_what({"script": script, "params": params, "model": model, "profile": profile}, compute_ms)
-    _check_where(ranks, gbit, "--compute-ms" if compute_ms is None and (params or model) else "")
+    _check_what({"script": script, "params": params, "model": model, "profile": profile}, compute_ms, replicas)
+    _check_where(ranks, gbit, "--compute-ms" if compute_ms is None and (params or model or replicas) else "", replicas)
     if args and script is None:
         raise ValueError(f"{' '.join(args)}: words after -- are those of --script; leave them out")
     for name, value in (("gbit", gbit), ("latency_us", latency_us), ("cores_per_rank", cores_per_rank)):
@@ -62,10 +64,10 @@ def advise(
     busy = load()  # before the script runs, which keeps cores busy itself
     job = jobs.of(script, args or [], params, model, profile, compute_ms, optimizer)
     if job is not None:
-        told.tell(job, jobs.where(job, ranks, gbit, latency_us), cores_per_rank, device, busy, json)
+        told.tell(job, jobs.where(job, ranks, gbit, latency_us, replicas), cores_per_rank, device, busy, json)
 
 
-def _check_what(given: dict[str, str | None], compute_ms: float | None) -> None:
+def _check_what(given: dict[str, str | None], compute_ms: float | None, replicas: int | None) -> None:
     """Raise ValueError unless exactly one option says what trains."""
     names = [f"--{name}" for name, value in given.items() if value is not None]
     if not names:
@@ -75,14 +77,19 @@ def _check_what(given: dict[str, str | None], compute_ms: float | None) -> None:
         )
     if len(names) > 1:
         raise ValueError(f"give one of {' and '.join(names)}: each says what trains")
+    if given["script"] is not None and replicas is not None:
+        raise ValueError(
+            f"--replicas {replicas}: --script runs in one process, which cannot shard a model; give --params or "
+            "--model, and --compute-ms"
+        )
     if given["script"] is not None and compute_ms is not None:
         raise ValueError(f"--compute-ms {compute_ms:g}: --script measures it; leave it out")
 
 
-def _check_where(ranks: int | None, gbit: float | None, missing: str) -> None:
-    """Raise ValueError if options are missing, or ranks too few."""
+def _check_where(ranks: int | None, gbit: float | None, missing: str, replicas: int | None) -> None:
+    """Raise ValueError if options are missing, or there cannot be so many ranks or replicas."""
     names = [missing] if missing else []
-    measures = ranks is None and gbit is None and any(name in os.environ for name in STARTED)
+    measures = ranks is gbit is replicas is None and any(name in os.environ for name in STARTED)
     if not measures:
         names += [name for name, value in (("--ranks", ranks), ("--gbit", gbit)) if value is None]
     if names:
@@ -90,3 +97,5 @@ def _check_where(ranks: int | None, gbit: float | None, missing: str) -> None:
         raise ValueError(f"missing: {', '.join(names)} (such as --compute-ms 77 --ranks 4 --gbit 1){more}")
     if ranks is not None and ranks < 2:
         raise ValueError(f"--ranks {ranks}: one process sends nothing; use 2 or more")
+    if ranks is not None and replicas is not None and (ranks % max(1, replicas) or not 2 <= replicas <= ranks):
+        raise ValueError(f"--replicas {replicas}: use a divisor of --ranks {ranks}, 2 or more")

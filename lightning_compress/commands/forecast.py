@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning_compress.settings.compensation import automatic, loss_of
 from lightning_compress.settings.run_state import RunState
 
 PAYS = 0.9
-"""A method pays if its step takes at most this part of DistributedDataParallel's."""
+"""A method pays if its step takes at most this part of float32's."""
 NEAR = 0.5
 """Percent of loss above float32's that is lost in the noise of seeds."""
 SAME = 0.1
@@ -71,6 +71,13 @@ METHODS = (
 )  # fmt: skip
 """What is predicted. Losses are those of docs/results/accuracy.md and docs/results/below-four-bits.md (a character LSTM
 of 424,320 parameters)."""
+_NONE = 'strategy=CompressedFSDPStrategy("none")'
+SHARDED = (
+    Method("float32 (HSDP)", None, _NONE, 0.0, 0.0),
+    Method("HSDP, 4 batches accumulated", None, f"{_NONE}, accumulate_grad_batches=4", None, None, every=4),
+    *(replace(each, write=each.write.replace("DDP", "FSDP")) for each in METHODS if each.compressor and not each.local),
+)
+"""The same for replicas of a sharded model."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Row:
     Args:
         method: its name.
         step_ms: predicted milliseconds of a step.
-        speedup: DistributedDataParallel's step over this one.
+        speedup: the first method's step over this one.
         megabytes: that a rank sends in a step.
         loss: percent of loss above float32's, in our runs; None: not measured.
         write: what to write into the script.
@@ -110,12 +117,13 @@ def predicted(
     speeds: Mapping[str, Speeds] | None = None,
     ready: Mapping[str, float] | None = None,
     device: torch.device = CPU,
+    shards: int | None = None,
 ) -> list[Row]:
     """Return a row for each method.
 
     Args:
         parameters: names and shapes, in the model's order.
-        ranks: 2 or more.
+        ranks: that average a gradient, 2 or more.
         link: of each rank.
         compute_ms: milliseconds of a step without communication.
         optimizer: on which the loss depends.
@@ -123,15 +131,19 @@ def predicted(
         speeds: of codecs, see ``Measured``; None: they are measured here, on a CPU.
         ready: the part of a step after which each gradient is complete, by name; None: not known.
         device: that encodes.
+        shards: of the model, of which each rank averages one; None: the model is not sharded.
     """
     settings = settings_of(optimizer)
+    if shards:
+        settings = {name: each.bound({}, dict(parameters)) for name, each in settings.items()}
+        parameters = [(name, (-(-rows // shards), *others)) for name, (rows, *others) in parameters]
     speeds = speeds or timed(settings.values(), ranks, CPU, 1 / cores_per_rank)
     gpu = device.type == "cuda"
     bucket_bytes = GPU_BUCKET_CAP_MB << 20 if gpu else BUCKET if cores_per_rank < 1 else BUCKET_CAP_MB << 20
     planner = Auto.knowing({"ranks": link}, speeds)
-    place = Place(ranks, planner, bucket_bytes, hides=gpu or cores_per_rank > 1, device=device)
+    place = Place(ranks, planner, bucket_bytes, hides=gpu or (cores_per_rank > 1 and not shards), device=device)
     rows: list[Row] = []
-    for method in METHODS:
+    for method in SHARDED if shards else METHODS:
         step = predict(settings.get(method.name), parameters, place, compute_ms / 1e3, ready)
         if method.local:  # a round's exchange follows its last step, with nothing beside it
             step_ms = compute_ms + 1e3 * step.exchange_s / method.every
@@ -144,7 +156,7 @@ def predicted(
 
 
 def best(rows: Sequence[Row]) -> Row:
-    """Return the fastest method that costs no quality, DistributedDataParallel unless another one pays."""
+    """Return the fastest method that costs no quality, the first one unless another one pays."""
     dense, *others = rows
     lossless = [row for row in others if row.loss is not None and row.loss <= NEAR]
     fastest = min(lossless, key=lambda row: row.step_ms)
@@ -155,7 +167,7 @@ def advice(rows: Sequence[Row]) -> str:
     """Return what to write, in plain words."""
     chosen, dense = best(rows), rows[0]
     if chosen is dense:
-        text = "Keep DistributedDataParallel: no method that keeps the loss saves a tenth of a step."
+        text = f"Keep {dense.method}: no method that keeps the loss saves a tenth of a step."
     else:
         loss = chosen.loss or 0.0
         quality = "at the same loss" if loss <= SAME else f"and in our runs the loss was {loss:.1f} % higher"
@@ -163,5 +175,6 @@ def advice(rows: Sequence[Row]) -> str:
     faster = [row for row in rows[1:] if row.loss is not None and row.step_ms <= PAYS * chosen.step_ms]
     if faster:
         row = min(faster, key=lambda row: (row.loss or 0.0, row.step_ms))
-        text += f" If you can accept {row.loss:.1f} % more loss, {row.write} is {row.speedup:.1f} times as fast as DDP."
+        text += f" If you can accept {row.loss:.1f} % more loss, {row.write} is {row.speedup:.1f} times as fast as "
+        text += f"{dense.method}."
     return text

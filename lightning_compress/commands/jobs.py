@@ -63,16 +63,18 @@ class Where:
     """Where it trains.
 
     Args:
-        ranks: how many processes.
+        ranks: how many processes average a gradient: all, or one of each replica of a sharded model.
         link: of each.
         words: the link, as a user calls it.
         prints: this process prints the table; others of the job have helped to measure.
+        shards: ranks of a replica, which share its host's link; None: the model is not sharded.
     """
 
     ranks: int
     link: Link
     words: str
     prints: bool = True
+    shards: int | None = None
 
 
 def of(
@@ -100,18 +102,21 @@ def of(
     return job
 
 
-def where(job: Job, ranks: int | None, gbit: float | None, latency_us: float) -> Where:
+def where(job: Job, ranks: int | None, gbit: float | None, latency_us: float, replicas: int | None = None) -> Where:
     """Return where a job trains: as the options say, as its script measured, or as this job's ranks measure now.
 
     Raises:
         ValueError: there is one rank.
     """
     if ranks is not None and gbit is not None:
-        link = link_of(gbit, latency_us)
+        shards = ranks // replicas if replicas else None
+        link = link_of(gbit / (shards or 1), latency_us)
         speed = f"{gbit:g} Gbit/s" if gbit >= 1 else f"{1e3 * gbit:g} Mbit/s"
         data = 8e-6 * link.bytes_per_s
         digits = f"{data:,.0f}" if data >= 100 else f"{data:.2g}"
-        return Where(ranks, link, f"{speed} ({digits} Mbit/s of data), {latency_us:g} us")
+        speed += f" for the {shards} ranks of a host" if shards else ""
+        words = f"{speed} ({digits} Mbit/s of data{' for each' * bool(shards)}), {latency_us:g} us"
+        return Where(replicas or ranks, link, words, shards=shards)
     if job.link is not None:
         memory = ", the memory of this machine; give --ranks and --gbit for a network" if job.one_machine else ""
         return Where(job.ranks, job.link, f"{job.link} (measured{memory})")

@@ -16,6 +16,10 @@ from lightning_compress.commands.jobs import Job, Optimizer, Where
 from lightning_compress.commands.speeds import speeds_for
 
 LOSSES = "Losses: of a character LSTM with 424,320 parameters, not of your model."
+SHARDED = (
+    "Sharded: computing includes what FSDP2 sends within a replica. Its units are predicted to be as large as DDP's "
+    "buckets."
+)
 LOSSES_OF_MUON = "Losses: of a character GPT with 98,000 hidden weights, not of your model."
 
 
@@ -37,17 +41,18 @@ def tell(job: Job, where: Where, cores_per_rank: float | None, device: str | Non
     speeds, encoder, source = speeds_for(settings, where.ranks, device, job.gpu, busy, 1 / cores)
     if not where.prints:
         return
-    rows = predicted(
-        job.parameters, where.ranks, where.link, job.compute_ms, job.optimizer, cores, speeds, job.ready, encoder
-    )
+    given = job.parameters, where.ranks, where.link, job.compute_ms, job.optimizer, cores, speeds, job.ready, encoder
+    rows = predicted(*given, shards=where.shards)
     losses = LOSSES_OF_MUON if job.optimizer == "muon" else LOSSES
-    notes = [*job.notes, source, losses]
+    notes = [*job.notes, source, *([SHARDED] if where.shards else []), losses]
     if as_json:
+        sizes = {"ranks": where.ranks * (where.shards or 1)} | ({"replicas": where.ranks} if where.shards else {})
         found = {"rows": [asdict(row) for row in rows], "advice": advice(rows), "notes": notes}
-        print(json.dumps(found | {"compute_ms": job.compute_ms, "ranks": where.ranks}, indent=2))
+        print(json.dumps(found | {"compute_ms": job.compute_ms} | sizes, indent=2))
         return
     numel = sum(prod(shape) for _, shape in job.parameters)
-    title = f"{numel / 1e6:,.3g} M parameters, {where.ranks} ranks, {where.words}, computing {job.compute_ms:.3g} ms"
+    ranks = f"{where.ranks} replicas of {where.shards} ranks" if where.shards else f"{where.ranks} ranks"
+    title = f"{numel / 1e6:,.3g} M parameters, {ranks}, {where.words}, computing {job.compute_ms:.3g} ms"
     show(rows, title, job.optimizer, notes)
 
 

@@ -74,7 +74,7 @@ def test_numbers_are_read_as_people_write_them():
 
 def test_on_a_fast_link_nothing_pays(capsys):
     text = said(capsys, "advise --params 1e6 --ranks 2 --gbit 100 --compute-ms 500")
-    assert "Keep DistributedDataParallel" in text
+    assert "Keep float32 (DDP): " in text
 
 
 def test_it_is_there_as_json(capsys):
@@ -163,6 +163,36 @@ def _profiled():
     fit(CompressedDDPStrategy("rotated"), 2, callbacks=[StepProfile()])
 
 
+def test_replicas_of_a_sharded_model_average_shards(capsys):
+    given = "advise --params 8388608 --compute-ms 50 --json"
+    whole = json.loads(said(capsys, f"{given} --ranks 2 --gbit 0.25"))["rows"]
+    found = json.loads(said(capsys, f"{given} --ranks 8 --replicas 2 --gbit 1"))
+    assert (found["ranks"], found["replicas"]) == (8, 2)
+    rows = {row["method"]: row for row in found["rows"]}
+    assert rows["float32 (HSDP)"]["megabytes"] == pytest.approx(4 * 8.388608 / 4, rel=1e-3)
+    for old, row in zip(whole, found["rows"], strict=False):  # a fourth, and nothing is hidden on CPUs
+        assert row["megabytes"] == pytest.approx(old["megabytes"] / 4, rel=0.02)
+    dense = rows["float32 (HSDP)"]["step_ms"]
+    assert dense == pytest.approx(50 + 8 * 8.388608 / (0.94 * 0.25), rel=0.01)  # 4 ranks share the host's 1 Gbit/s
+    assert rows["HSDP, 4 batches accumulated"]["step_ms"] == pytest.approx(50 + (dense - 50) / 4)
+    assert not any("local steps" in name for name in rows)
+    assert found["advice"].startswith('Write strategy=CompressedFSDPStrategy("qsgd"): ')
+    assert "what FSDP2 sends within a replica" in " ".join(found["notes"])
+
+
+def test_what_is_compressed_does_not_depend_on_the_shards():
+    rows = forecast.predicted([("weight", (64, 32))], 2, Link(1e-4, 1e7), 1.0, "adamw", shards=32)
+    assert rows[0].megabytes == pytest.approx(
+        4 * 64e-6, abs=32e-6
+    )  # a shard has fewer elements than min_numel, but not the whole
+    assert next(row for row in rows if row.method == "qsgd, 4 bits").megabytes < rows[0].megabytes / 2
+
+
+def test_the_title_says_who_shares_the_link(capsys):
+    text = " ".join(said(capsys, "advise --params 2e6 --ranks 8 --replicas 2 --gbit 1 --compute-ms 10").split())
+    assert "2 replicas of 4 ranks, 1 Gbit/s for the 4 ranks of a host (235 Mbit/s of data for each)" in text
+
+
 REFUSED = [
     ("advise", "say what trains: --script train.py, or --params 25M --compute-ms 77"),
     ("advise --params 1e6 --model a:b", "give one of --params and --model"),
@@ -171,6 +201,21 @@ REFUSED = [
     ("advise --params 1e6 --ranks 2 --compute-ms 10", "missing: --gbit (such as"),
     ("advise --profile nosuch.json --ranks 2 --gbit 1", "is not a file that StepProfile wrote"),
     ("advise --params 1e6 --ranks 1 --gbit 1 --compute-ms 10", "--ranks 1: one process sends nothing"),
+    (
+        "advise --params 1e6 --ranks 8 --replicas 3 --gbit 1 --compute-ms 10",
+        "--replicas 3: use a divisor of --ranks 8,",
+    ),
+    (
+        "advise --params 1e6 --ranks 8 --replicas 1 --gbit 1 --compute-ms 10",
+        "--replicas 1: use a divisor of --ranks 8,",
+    ),
+    (
+        "advise --params 1e6 --ranks 8 --replicas 0 --gbit 1 --compute-ms 10",
+        "--replicas 0: use a divisor of --ranks 8,",
+    ),
+    ("advise --params 1e6 --replicas 2 --compute-ms 10", "missing: --ranks, --gbit (such as"),
+    ("advise --profile p.json --ranks 4 --replicas 2 --gbit 1", "missing: --compute-ms ("),
+    ("advise --script x.py --ranks 4 --replicas 2 --gbit 1", "--script runs in one process, which cannot shard"),
     ("advise --params 1e6 --ranks 2 --gbit 0 --compute-ms 10", "--gbit 0: it must be a number above 0"),
     ("advise --params 1e6 --ranks 2 --gbit 1 --compute-ms -1", "--compute-ms -1: it must be a number above 0"),
     ("advise --params 10 --ranks 2 --gbit 1 --compute-ms 10", "--params 10: so few parameters are not compressed"),
