@@ -147,7 +147,7 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
                     f"{_LAYERS[name]} works with whole gradients of a layer, and a rank of a sharded model has shards: "
                     "leave it out, or use CompressedDDPStrategy"
                 )
-        reshard(module)
+        reshard(module)  # later, ``model.to`` would do it
         sharded.check(module, self._settings, self.device_mesh["replicate"], (), ranks, CURES)
 
     def model_to_device(self) -> None:

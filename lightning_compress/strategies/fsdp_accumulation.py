@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_compress.engine.sharded.hook import accumulating
-from lightning_compress.engine.sharded.units import Unit, reshard, units_of
+from lightning_compress.engine.sharded.units import Unit, units_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy as _Base
@@ -44,7 +44,6 @@ class SyncFSDPAccumulation(_Base):
         super().setup(trainer)
         if trainer.state.fn == "fit":
             assert self.lightning_module is not None
-            reshard(self.lightning_module)
             self._units = units_of(self.lightning_module)
 
     @contextmanager

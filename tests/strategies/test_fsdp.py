@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -13,11 +14,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from lightning_compress import CommunicationMonitor, CompressedFSDPStrategy
 from lightning_compress.strategies.rendezvous import EVERY
-from tests.helpers.fsdp import Lit, Native, fingerprint, fit, fresh, sharded, stock
+from tests.helpers.fsdp import Letters, Lit, Native, fingerprint, fit, fresh, sharded, stock
 from tests.helpers.lives import live
+from tests.helpers.training import quiet_trainer
 
 ROTATED = {"name": "rotated", "bits": 4}
 QUICK = {
@@ -151,6 +154,26 @@ def test_a_fit_and_another_after_an_evaluation(pools, tmp_path):
     assert "comm/bytes_sent" in ranks[0][4]
 
 
+def _evaluated():
+    """Hashes of a fit with each strategy, and of one after an evaluation that leaves parameters gathered."""
+    fresh()
+    found = []
+    for first in (False, True):
+        for strategy in (partial(stock, "sharded"), partial(sharded, "none")):
+            model = Lit()
+            if first:
+                trainer = quiet_trainer(strategy(), limit_val_batches=1)
+                trainer.validate(model, DataLoader(Letters(), 4), verbose=False)
+            fit(strategy(), 2, make=lambda model=model: model)
+            found.append(fingerprint(model.net))
+    return found
+
+
+def test_an_evaluation_before_changes_nothing(pools):
+    for stocks, ours, *later in pools[4].run(_evaluated):
+        assert later == [stocks, ours]
+
+
 class Terminated(Callback):
     """SIGTERM comes to one rank after a step."""
 
@@ -205,7 +228,6 @@ def _other_package(name):
     import pytorch_lightning
 
     import lightning_compress.pytorch_lightning as ours
-    from tests.helpers.fsdp import Letters
 
     fresh()
 
@@ -228,7 +250,7 @@ def _other_package(name):
     strategy = ours.CompressedFSDPStrategy(name, replicate_size=2)
     trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_steps=2, **off)
     learner = Learner()
-    trainer.fit(learner, torch.utils.data.DataLoader(Letters(), 4))
+    trainer.fit(learner, DataLoader(Letters(), 4))
     return fingerprint(learner.lit.net), strategy.comm_stats()["ratio"]
 
 

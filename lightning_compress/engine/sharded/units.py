@@ -105,7 +105,8 @@ class Unit:
         policy, parameter = self._group.mp_policy, handle.sharded_param
         if id(parameter) not in names:
             raise ValueError(
-                f"{self.name} is gathered now: call attach before the first forward, or model.reshard() before it"
+                f"a parameter of {self.name} is gathered, or was replaced after fully_shard: call attach before the "
+                "first forward, or model.reshard() before it, and tie or replace parameters before fully_shard"
             )
         return Shard(names[id(parameter)], handle, policy.reduce_dtype or policy.param_dtype or parameter.dtype)
 

@@ -65,6 +65,12 @@ def _twice(mesh, replicas):
     attach(net, "qsgd", replicas=replicas)
 
 
+def _replaced(mesh, replicas):
+    net = _net(sharded.shards(mesh))
+    net[2].weight = nn.Parameter(net[2].weight.detach().clone())
+    attach(net, "qsgd", replicas=replicas)
+
+
 def _late(mesh, replicas):
     net = _net(sharded.shards(mesh))
     net(torch.ones(2, 32))
@@ -98,7 +104,11 @@ CASES = {
     "a scaler": (_given(scale=lambda: None), "scale= is for a GradScaler.*bfloat16"),
     "an optimizer before": (_early, "AdamW steps none of the model's 2 trained.*build the optimizer after it"),
     "twice": (_twice, "has a compression: close it"),
-    "after a forward": (_late, "is gathered now: call attach before the first forward"),
+    "after a forward": (_late, "of the model is gathered, or was.*: call attach before the first forward"),
+    "a replaced parameter": (
+        _replaced,
+        "of the model is.* or was replaced after fully_shard.*tie or replace parameters",
+    ),
     "not sharded": (_whole, "is for models of fully_shard"),
 }
 
