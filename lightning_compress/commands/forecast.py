@@ -136,7 +136,7 @@ def predicted(
     settings = settings_of(optimizer)
     if shards:
         settings = {name: each.bound({}, dict(parameters)) for name, each in settings.items()}
-        parameters = [(name, (-(-rows // shards), *others)) for name, (rows, *others) in parameters]
+        parameters = [(name, (*(-(-rows // shards) for rows in shape[:1]), *shape[1:])) for name, shape in parameters]
     speeds = speeds or timed(settings.values(), ranks, CPU, 1 / cores_per_rank)
     gpu = device.type == "cuda"
     bucket_bytes = GPU_BUCKET_CAP_MB << 20 if gpu else BUCKET if cores_per_rank < 1 else BUCKET_CAP_MB << 20

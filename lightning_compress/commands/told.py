@@ -41,13 +41,23 @@ def tell(job: Job, where: Where, cores_per_rank: float | None, device: str | Non
     speeds, encoder, source = speeds_for(settings, where.ranks, device, job.gpu, busy, 1 / cores)
     if not where.prints:
         return
-    given = job.parameters, where.ranks, where.link, job.compute_ms, job.optimizer, cores, speeds, job.ready, encoder
-    rows = predicted(*given, shards=where.shards)
+    rows = predicted(
+        job.parameters,
+        where.ranks,
+        where.link,
+        job.compute_ms,
+        job.optimizer,
+        cores,
+        speeds,
+        job.ready,
+        encoder,
+        where.shards,
+    )
     losses = LOSSES_OF_MUON if job.optimizer == "muon" else LOSSES
     notes = [*job.notes, source, *([SHARDED] if where.shards else []), losses]
     if as_json:
-        sizes = {"ranks": where.ranks * (where.shards or 1)} | ({"replicas": where.ranks} if where.shards else {})
         found = {"rows": [asdict(row) for row in rows], "advice": advice(rows), "notes": notes}
+        sizes = {"ranks": where.ranks * (where.shards or 1), "shards": where.shards}
         print(json.dumps(found | {"compute_ms": job.compute_ms} | sizes, indent=2))
         return
     numel = sum(prod(shape) for _, shape in job.parameters)

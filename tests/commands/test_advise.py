@@ -167,7 +167,7 @@ def test_replicas_of_a_sharded_model_average_shards(capsys):
     given = "advise --params 8388608 --compute-ms 50 --json"
     whole = json.loads(said(capsys, f"{given} --ranks 2 --gbit 0.25"))["rows"]
     found = json.loads(said(capsys, f"{given} --ranks 8 --replicas 2 --gbit 1"))
-    assert (found["ranks"], found["replicas"]) == (8, 2)
+    assert (found["ranks"], found["shards"]) == (8, 4)
     rows = {row["method"]: row for row in found["rows"]}
     assert rows["float32 (HSDP)"]["megabytes"] == pytest.approx(4 * 8.388608 / 4, rel=1e-3)
     for old, row in zip(whole, found["rows"], strict=False):  # a fourth, and nothing is hidden on CPUs

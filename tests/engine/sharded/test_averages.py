@@ -146,9 +146,9 @@ def _poisoned(policy):
 
 def test_a_nan_in_one_shard_is_every_ranks(pools):
     assert pools[4].run(_poisoned, "skip") == [(3, 1.0, None, True)] * 4
-    for step, count, error, finite in pools[4].run(_poisoned, "raise"):
+    for rank, (step, count, error, finite) in enumerate(pools[4].run(_poisoned, "raise")):
         assert (step, count, finite) == (1, 1.0, True)
-        assert "not finite" in error
+        assert f"not finite on {'rank 1, of' if rank == 1 else 'another rank'}" in error
     counts = [count for _, count, _, _ in pools[4].run(_poisoned, "pass")]
     assert counts[0] >= 1
     assert len(set(counts)) == 1
