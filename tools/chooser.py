@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 
-from lightning_compress.settings.compensation import LOSS, Optimizer
+from lightning_compress.settings.compensation import LOCAL_LOSS, LOSS, Optimizer
 
 WIDTH, LEFT, BOX, HIGH, GAP = 560, 16, 528, 44, 34
 """Pixels: of the picture, its margin, a box, its height, and what lies between a question and its answer."""
@@ -21,7 +21,7 @@ class Answer:
         when: the row's first cell.
         write: the argument ``strategy=``.
         fewer: bytes, and for how many ranks.
-        loss: the keys of ``LOSS`` that say what it costs, or percent.
+        loss: percent above float32's, by optimizer.
     """
 
     question: str
@@ -29,7 +29,11 @@ class Answer:
     when: str
     write: str
     fewer: str
-    loss: tuple[tuple[str, Optimizer], ...] | str
+    loss: dict[Optimizer, float]
+
+
+def _lost(method: str, *optimizers: Optimizer) -> dict[Optimizer, float]:
+    return {each: min(LOSS[method, each].values()) for each in optimizers}
 
 
 ANSWERS = (
@@ -39,7 +43,7 @@ ANSWERS = (
         "unknown link",
         'CompressedDDPStrategy("auto")',
         "1 to 7.5 x on 2 ranks",
-        (("qsgd", "adam"), ("qsgd", "sgd")),
+        _lost("qsgd", "adam", "sgd"),
     ),
     Answer(
         "Is the optimizer Muon?",
@@ -47,7 +51,7 @@ ANSWERS = (
         "Muon",
         'CompressedDDPStrategy({"name": "qsgd", "bits": 5})',
         "6.2 x on 2 ranks",
-        (("qsgd bits=5", "muon"),),
+        _lost("qsgd bits=5", "muon"),
     ),
     Answer(
         "Is the link slow, and may the loss rise by 2 %?",
@@ -55,7 +59,7 @@ ANSWERS = (
         "SGD or AdamW, at most 100 Mbit/s",
         'LocalSGDStrategy(sync_every=8, compressor="rotated")',
         "53 x on 4 ranks",
-        "1.8 % (AdamW), 2.1 % (SGD)",
+        {"adam": LOCAL_LOSS[8, "adam"], "sgd": LOCAL_LOSS[8, "sgd"]},
     ),
     Answer(
         "Must the loss be float32's?",
@@ -63,7 +67,7 @@ ANSWERS = (
         "as near to float32 as can be",
         'CompressedDDPStrategy("bf16")',
         "2 x on any number",
-        (("bf16", "adam"), ("bf16", "sgd")),
+        _lost("bf16", "adam", "sgd"),
     ),
     Answer(
         "",
@@ -71,7 +75,7 @@ ANSWERS = (
         "SGD, Adam or AdamW",
         'CompressedDDPStrategy("qsgd")',
         "7.5 x on 2 ranks, 6.8 x on 4",
-        (("qsgd", "adam"), ("qsgd", "sgd")),
+        _lost("qsgd", "adam", "sgd"),
     ),
 )
 NAMES: dict[Optimizer, str] = {"adam": "AdamW", "sgd": "SGD", "muon": "Muon"}
@@ -79,9 +83,7 @@ NAMES: dict[Optimizer, str] = {"adam": "AdamW", "sgd": "SGD", "muon": "Muon"}
 
 def loss_of(answer: Answer) -> str:
     """Return what an answer costs, such as "0.3 % (AdamW), 0 % (SGD)"; a gain counts as 0."""
-    if isinstance(answer.loss, str):
-        return answer.loss
-    return ", ".join(f"{max(0.0, min(LOSS[key].values())):g} % ({NAMES[key[1]]})" for key in answer.loss)
+    return ", ".join(f"{max(0.0, lost):g} % ({NAMES[optimizer]})" for optimizer, lost in answer.loss.items())
 
 
 def table() -> str:

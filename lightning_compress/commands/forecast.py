@@ -14,7 +14,8 @@ from lightning_compress.engine.attach import BUCKET_CAP_MB, GPU_BUCKET_CAP_MB
 from lightning_compress.planning.choose import Auto
 from lightning_compress.planning.cost import Link, Speeds
 from lightning_compress.planning.predict import BUCKET, CPU, Place, predict
-from lightning_compress.settings.compensation import automatic, loss_of
+from lightning_compress.settings.compensation import LOCAL_LOSS, automatic, loss_of
+from lightning_compress.settings.compensation import Optimizer as Kind
 from lightning_compress.settings.run_state import RunState
 
 PAYS = 0.9
@@ -33,8 +34,6 @@ class Method:
         name: for the table.
         compressor: as a user writes it; None: DistributedDataParallel.
         write: what to write into the script.
-        adam: percent of held-out loss above float32's with AdamW, in our runs; None: not measured.
-        sgd: the same with SGD and momentum.
         every: steps between two averages.
         local: ranks step alone between them; else gradients are accumulated.
     """
@@ -42,39 +41,50 @@ class Method:
     name: str
     compressor: Any
     write: str
-    adam: float | None
-    sgd: float | None
     every: int = 1
     local: bool = False
 
     def loss(self, optimizer: Optimizer) -> float | None:
-        """Return the percent of loss with this optimizer."""
-        if optimizer != "muon" or self.compressor is None:
-            return self.sgd if optimizer == "sgd" else self.adam
+        """Return the percent of held-out loss above float32's in our runs; a gain counts as 0. None: not measured."""
+        kind = _kind(optimizer)
+        if self.local:
+            return LOCAL_LOSS.get((self.every, kind))
+        if self.compressor is None:
+            return 0.0 if self.every == 1 else None
         method = RunState.of(self.compressor).method
-        return None if self.local else loss_of(method, "muon", automatic(method, "muon"))
+        lost = loss_of(method, kind, automatic(method, kind))
+        return None if lost is None else max(0.0, lost)
+
+
+def _kind(optimizer: Optimizer) -> Kind:
+    return "adam" if optimizer == "adamw" else optimizer
 
 
 _QSGD_8, _TOPK = {"name": "qsgd", "bits": 8}, {"name": "topk", "density": 0.01}
 METHODS = (
-    Method("float32 (DDP)", None, 'strategy="ddp"', 0.0, 0.0),
-    Method("DDP, 4 batches accumulated", None, "accumulate_grad_batches=4", None, None, every=4),
-    Method("bf16", "bf16", 'strategy=CompressedDDPStrategy("bf16")', 0.0, 0.0),
-    Method("qsgd, 8 bits", _QSGD_8, f"strategy=CompressedDDPStrategy({_QSGD_8})", 0.0, 0.0),
-    Method("qsgd, 4 bits", "qsgd", 'strategy=CompressedDDPStrategy("qsgd")', 0.3, 0.0),
-    Method("onebit", "onebit", 'strategy=CompressedDDPStrategy("onebit")', 2.4, 3.4),
-    Method("topk, 1 %", _TOPK, f"strategy=CompressedDDPStrategy({_TOPK})", 21.5, 14.9),
-    Method("8 local steps, rotated, 4 bits", "rotated", 'strategy=LocalSGDStrategy(sync_every=8, compressor="rotated")',
-           1.8, 2.1, every=8, local=True),
-    Method("16 local steps, rotated, 4 bits", "rotated",
-           'strategy=LocalSGDStrategy(sync_every=16, compressor="rotated")', 5.7, 3.2, every=16, local=True),
-)  # fmt: skip
-"""What is predicted. Losses are those of docs/results/accuracy.md and docs/results/below-four-bits.md (a character LSTM
-of 424,320 parameters)."""
+    Method("float32 (DDP)", None, 'strategy="ddp"'),
+    Method("DDP, 4 batches accumulated", None, "accumulate_grad_batches=4", every=4),
+    Method("bf16", "bf16", 'strategy=CompressedDDPStrategy("bf16")'),
+    Method("qsgd, 8 bits", _QSGD_8, f"strategy=CompressedDDPStrategy({_QSGD_8})"),
+    Method("qsgd, 4 bits", "qsgd", 'strategy=CompressedDDPStrategy("qsgd")'),
+    Method("onebit", "onebit", 'strategy=CompressedDDPStrategy("onebit")'),
+    Method("topk, 1 %", _TOPK, f"strategy=CompressedDDPStrategy({_TOPK})"),
+    *(
+        Method(
+            f"{every} local steps, rotated, 4 bits",
+            "rotated",
+            f'strategy=LocalSGDStrategy(sync_every={every}, compressor="rotated")',
+            every,
+            local=True,
+        )
+        for every in (8, 16)
+    ),
+)
+"""What is predicted."""
 _NONE = 'strategy=CompressedFSDPStrategy("none")'
 SHARDED = (
-    Method("float32 (HSDP)", None, _NONE, 0.0, 0.0),
-    Method("HSDP, 4 batches accumulated", None, f"{_NONE}, accumulate_grad_batches=4", None, None, every=4),
+    Method("float32 (HSDP)", None, _NONE),
+    Method("HSDP, 4 batches accumulated", None, f"{_NONE}, accumulate_grad_batches=4", every=4),
     *(replace(each, write=each.write.replace("DDP", "FSDP")) for each in METHODS if each.compressor and not each.local),
 )
 """The same for replicas of a sharded model."""
@@ -103,7 +113,7 @@ class Row:
 
 def settings_of(optimizer: Optimizer) -> dict[str, RunState]:
     """Return what runs beside an optimizer, by method; DistributedDataParallel is missing."""
-    kind = "adam" if optimizer == "adamw" else optimizer
+    kind = _kind(optimizer)
     return {each.name: RunState.of(each.compressor).stepped_by(kind) for each in METHODS if each.compressor}
 
 

@@ -15,7 +15,7 @@ from lightning_compress.core.kinds import kinds_of
 from lightning_compress.engine.checks import trained_parameters
 from lightning_compress.periodic.synchroniser import Synchroniser
 from lightning_compress.planning.summary import label
-from lightning_compress.settings.compensation import LOSS, MEASURED, Optimizer, kind_of, loss_of
+from lightning_compress.settings.compensation import LOCAL_LOSS, LOSS, MEASURED, Optimizer, kind_of, loss_of
 from lightning_compress.settings.run_state import RunState
 
 FEW_STEPS = 1000
@@ -44,11 +44,13 @@ LEAST: dict[Optimizer, float] = {"muon": 1.0, "adam": 1.0, "sgd": math.inf}
 _INSTEAD: dict[Optimizer, str] = {
     "muon": (
         f"compressor={{'name': 'qsgd', 'bits': 5}} (+{LOSS['qsgd bits=5', 'muon']['none']:g} %), or for fewer bits "
-        "LocalSGDStrategy(sync_every=4, compressor='rotated', average_gradients=...) (+1.5 %): see 'Muon'"
+        "LocalSGDStrategy(sync_every=4, compressor='rotated', average_gradients=...) "
+        f"(+{LOCAL_LOSS[4, 'muon']:g} %): see 'Muon'"
     ),
     "adam": (
         f"compressor='qsgd' (+{LOSS['qsgd', 'adam']['none']:g} %), or for fewer bits "
-        "LocalSGDStrategy(sync_every=8, compressor='rotated') (+1.8 %): see 'Below four bits with AdamW'"
+        f"LocalSGDStrategy(sync_every=8, compressor='rotated') (+{LOCAL_LOSS[8, 'adam']:g} %): "
+        "see 'Below four bits with AdamW'"
     ),
 }
 

@@ -88,9 +88,11 @@ def test_it_is_there_as_json(capsys):
 def test_quality_follows_the_optimizer():
     rows = {
         optimizer: {row.method: row.loss for row in forecast.predicted(MODEL, 2, Link(1e-4, 1e7), 10.0, optimizer)}
-        for optimizer in ("sgd", "adamw")
+        for optimizer in ("sgd", "adamw", "muon")
     }
     assert rows["sgd"]["topk, 1 %"] == 14.9
+    assert rows["sgd"]["qsgd, 4 bits"] == 0  # a gain of 0.1 %
+    assert [rows[each]["8 local steps, rotated, 4 bits"] for each in rows] == [2.1, 1.8, None]
     assert rows["adamw"]["topk, 1 %"] == 21.5
     assert rows["adamw"]["DDP, 4 batches accumulated"] is None
 
