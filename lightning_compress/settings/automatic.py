@@ -25,7 +25,8 @@ ALIKE = 0.02
 class Automatic:
     """Pick ``none``, ``bf16``, or ``qsgd`` with 8 or 4 bits, by the link, the codecs' speeds and the model.
 
-    In our runs these lose almost nothing with Adam or SGD (docs/results/accuracy.md), and they need no error feedback.
+    In our runs these lose almost nothing with Adam or SGD (``lightning-compress docs accuracy``), and they need no
+    error feedback.
 
     The choice is made once, before the first step, for the whole model. The cost model of ``exchange="auto"`` (or of
     the exchange that was named) predicts the time of each candidate, from measurements of the link and the codecs. The

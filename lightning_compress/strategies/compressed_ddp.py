@@ -81,7 +81,8 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
         compressor: Which compressor to use: a name (``"topk"``), a mapping (``{"name": "topk", "density": 0.01}``) or
             an object; default ``"auto"``. ``"auto"`` measures the link and picks float32, ``bf16``, ``qsgd`` 8 bits
             or ``qsgd`` 4 bits, which are safe with any optimizer and in short runs (``Automatic``). A compressor
-            that you name always runs. Which stronger ones suit your optimizer and length of run: docs/choose.md.
+            that you name always runs. Which stronger ones suit your optimizer and length of run:
+            ``lightning-compress docs choose``.
         exchange: How messages travel between the ranks: a name, a mapping or an object; default ``"auto"``. ``"auto"``
             measures the link once and picks the pattern that is fastest by a cost model (``Auto``).
         error_feedback: What happens to the part of a gradient that was not sent; default None.
@@ -114,7 +115,7 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             - "mean": the mean over ranks, inside the checkpoint.
             - "none": nothing.
 
-            On another number of ranks, every rank resumes from the mean. See docs/reliability.md.
+            On another number of ranks, every rank resumes from the mean. See ``lightning-compress docs reliability``.
         strict_state: Whether state that cannot be restored is an error: True or False; default False. False: warn, and
             start from zero.
         schedule: Compressor settings that change during training: a mapping, a preset, "none" or None; default None.
@@ -162,7 +163,7 @@ class CompressedDDPStrategy(CompressedDDPMixin, DDPStrategy):
             computes, and the optimizer applies it at the end of that step (double buffering, Seide et al., Interspeech
             2014). A step then takes the longer of computing and communication, not both. The gradients are a step old,
             which costs some loss; the first step applies nothing, and the last average is not applied. For CPUs over
-            Gloo and any codec; 8 bytes per parameter. When it pays: docs/settings.md.
+            Gloo and any codec; 8 bytes per parameter. When it pays: ``lightning-compress docs settings``.
         **kwargs: Arguments of Lightning's ``DDPStrategy``: ``find_unused_parameters``, ``start_method``, ...
             ``bucket_cap_mb=None`` means 5 where CPUs compress and each rank has a core, so that messages travel while
             backward goes on, 100 on GPUs, so that few kernels are started, and otherwise DistributedDataParallel's 25.

@@ -139,7 +139,7 @@ class LocalSGDStrategy(LocalSGDMixin, DDPStrategy):
 
     The arguments are those of ``lightning_compress.periodic.LocalSGD`` and of ``PeriodicStrategy`` (``state``,
     ``strict_state``, Lightning's own). Any compressor works whose result is a mean (``conserves``). When local steps
-    pay, and what they cost: docs/local-steps.md.
+    pay, and what they cost: ``lightning-compress docs local-steps``.
 
     Raises:
         ValueError: a name or setting is unknown, a value is out of range, or local steps cannot work with it.
@@ -190,7 +190,8 @@ class GossipStrategy(GossipMixin, DDPStrategy):
     "one_peer_exponential")`` sends models along a directed graph while the next steps compute.
 
     The arguments are those of ``lightning_compress.periodic.Gossip`` and of ``PeriodicStrategy`` (``state``,
-    ``strict_state``, Lightning's own). When gossip pays, and which algorithm to choose: docs/gossip.md.
+    ``strict_state``, Lightning's own). When gossip pays, and which algorithm to choose:
+    ``lightning-compress docs gossip``.
 
     Raises:
         ValueError: a name or setting is unknown, a value is out of range, the algorithm cannot take the compressor, or

@@ -27,8 +27,9 @@ def check_codec(
     """Check that a method keeps the laws: on one rank, and on thread ranks with every exchange that its flags allow.
 
     The laws: 1 conservation, 2 size, 3 identity, 4 agreement, 6 state is committed, 7 non-finite values propagate, 8
-    fidelity (unbiased or contractive, and other declared properties), 9 any bytes; see docs/architecture.md. It takes
-    seconds and needs neither pytest nor a GPU. docs/extending.md says what it cannot find.
+    fidelity (unbiased or contractive, and other declared properties), 9 any bytes. "Laws" in
+    ``lightning-compress docs architecture`` explains them; ``lightning-compress docs extending`` says what this cannot
+    find. It takes seconds and needs neither pytest nor a GPU.
 
     Args:
         codec: a method, with settings that compress a few hundred elements. A reducer is checked on several ranks only.

@@ -45,7 +45,7 @@ class QSGD(Codec):
     With ``coding="entropy"``, a bucket's codes are Huffman codes of pairs, by one of six tables that every rank has.
     Messages vary in length. In buckets of a multiple of 64, they take at most a byte a bucket and 110 bytes more than
     packed ones. Gradients of several models take 3.0 to 3.4 bits an element at 4 bits, and 4.0 to 4.4 at 5
-    (``docs/results/cost.md``). It needs a CPU with numba: elsewhere ``plan`` raises ValueError.
+    (``lightning-compress docs cost``). It needs a CPU with numba: elsewhere ``plan`` raises ValueError.
 
     Args:
         bits: 2 (q is 0 or 1) to 8 (q is 0 to 127). From 4 bits on it counts as safe with Adam: the paper's runs lose

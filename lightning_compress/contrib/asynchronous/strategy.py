@@ -260,7 +260,8 @@ class AsyncGossipStrategy(AsyncGossipMixin, DDPStrategy):
     """Decentralised training in which no rank waits for another: a slow one, or a slow link, holds up nobody.
 
     The arguments are those of ``lightning_compress.asynchronous.async_gossip.AsyncGossip`` and of
-    ``PeriodicStrategy`` (``state``, ``strict_state``, Lightning's own). When it pays, and what it costs: docs/async.md.
+    ``PeriodicStrategy`` (``state``, ``strict_state``, Lightning's own). When it pays, and what it costs:
+    ``lightning-compress docs async``.
 
     Raises:
         ValueError: a name or setting is unknown, a value is out of range, or an argument belongs to
