@@ -1,6 +1,6 @@
 """What each compressor leaves behind of real gradients: at several sizes of them, and against the bits it sends.
 
-    python -m benchmarks.error --root data --plot docs/error_vs_bits.png
+    python -m benchmarks.error --root data --json docs/results/error.json --plot docs/error_vs_bits.png
     python -m benchmarks.error --root data --spectra docs/spectra.png       # by kind of layer, AlexNet too
 
 Gradients of ten successive steps of ResNet-20 on CIFAR-10 and of a character LSTM on Multi30k (see
