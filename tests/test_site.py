@@ -13,7 +13,7 @@ from lightning_compress.commands.uses import USES
 from lightning_compress.settings.compensation import LOSS
 from lightning_compress.settings.parsing import COMPRESSORS
 from tests.test_house import PACKAGE, ROOT
-from tools import chooser, dark, pages, recording
+from tools import chooser, dark, pages, recording, tutorial
 from tools.signatures import ARGUMENTS
 
 DOCS = ROOT / "docs"
@@ -89,6 +89,19 @@ def test_a_recording_is_drawn_line_by_line(tmp_path):
     drawn = recording.drawn(typed, events)
     assert "$ make &lt;it&gt;" in drawn
     assert 'delay:2.10s"><text x="12" y="54" font-size="13">one line<' in drawn  # a long pause is cut short
+
+
+def test_the_tutorials_picture_joins_what_is_logged_of_a_step(tmp_path):
+    runs = {}
+    for name, size in (("none", 8), ("qsgd", 1)):
+        log = tmp_path / f"{name}.csv"
+        rows = [f"{size * step},,{step},\n,{step / 8},{step},{2 - step}\n" for step in (0, 1)]
+        log.write_text("".join(["comm/total_bytes_sent,seconds,step,train/loss\n", *rows, "9,,2,\n"]))
+        runs[name] = tutorial.read(log)
+        assert [(each["comm/total_bytes_sent"], each["train/loss"]) for each in runs[name]] == [(0, 2), (size, 1)]
+    tutorial.draw(runs, tmp_path / "picture.png")
+    with Image.open(tmp_path / "picture.png") as drawn, Image.open(DOCS / "tutorial.png") as shown:
+        assert drawn.size == shown.size
 
 
 def test_there_is_one_chooser():
