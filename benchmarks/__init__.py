@@ -9,7 +9,7 @@ RETIRED = {
         "benchmarks.correlated": "docs/decisions.md has its figures",
         "benchmarks.duplex": "benchmarks.network measures collectives on a link",
         "benchmarks.noise": "docs/results/more-ranks.md has its figures",
-        "benchmarks.staleness": "docs/results/async.md has its figures; benchmarks.asynchronous trains such ranks",
+        "benchmarks.staleness": "docs/results/async.md has its figures",
     },
     "815420b5": {
         "benchmarks.advise": "docs/results/predictions.md has its figures; benchmarks.time_to_target --part table "
@@ -27,6 +27,12 @@ RETIRED = {
         "benchmarks.optimizers --markdown": "docs/results/below-four-bits.md has its figures",
         "benchmarks.recovery": "docs/results/accuracy.md has its figures; recipes train with recovery=theta",
         "benchmarks.time_to_target --part whole": "docs/results/time-to-target.md has its figures",
+    },
+    "c7b30f62": {
+        "benchmarks.asynchronous": "docs/results/async.md has its figures; benchmarks.gossip network times such steps",
+        "benchmarks.error --spectra": "docs/results/error.md has its figures",
+        "benchmarks.host_time": "benchmarks.step measures it on a GPU, benchmarks.launches counts calls without one",
+        "benchmarks.qsvrg": "docs/results/accuracy.md has its figures",
     },
 }
 """Studies that were needed once, by the last commit that has them, and what there is in their place."""

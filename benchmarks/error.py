@@ -1,7 +1,6 @@
 """What each compressor leaves behind of real gradients: at several sizes of them, and against the bits it sends.
 
     python -m benchmarks.error --root data --json docs/results/error.json --plot docs/error_vs_bits.png
-    python -m benchmarks.error --root data --spectra docs/spectra.png       # by kind of layer, AlexNet too
 
 Gradients of ten successive steps of ResNet-20 on CIFAR-10 and of a character LSTM on Multi30k (see
 ``benchmarks.gradients``). Gradients of larger models are smaller, and Adam does not care how small they are: so they
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._arguments import described, file_to_write, natural, plain_errors
-from benchmarks._kinds import COMPARED, by_kind, spectrum
-from benchmarks._kinds import draw as draw_spectra
 from benchmarks._plot import Curve, draw
 from benchmarks._sweeps import ORDERS, Step, sweep
 from benchmarks.gradients import FOLDERS, captured
@@ -89,35 +86,18 @@ def show_curves(title: str, curves: dict[str, Curve]) -> None:
     show(("", "error at bits per element"), ((label, "   ".join(each)) for label, each in points.items()), title)
 
 
-def show_kinds(gradients: dict[str, list[Step]], path: Path) -> None:
-    """Print the errors at equal bits by kind of layer, and draw the spectra."""
-    rows, spectra = [], dict[str, dict[str, Any]]()
-    for model, steps in gradients.items():
-        for kind, own in by_kind(steps).items():
-            found = compare(own, COMPARED.values(), error_feedback=False)
-            rows.append((kind, model, f"{found.numel:,}", *(f"{100 * row.error:.0f} %" for row in found.rows)))
-            spectra.setdefault(kind, {})[model] = spectrum(own)
-    show(("kind", "model", "elements", *COMPARED), sorted(rows), "relative error of a message", width=150)
-    draw_spectra({kind: each for kind, each in spectra.items() if kind != "embedding"}, path)
-
-
 @plain_errors()
 def main() -> None:
     """Print the tables and draw the plot."""
     parser = described(__doc__)
     parser.add_argument("--root", type=Path, required=True, help=f"folder that holds {', '.join(FOLDERS.values())}")
-    parser.add_argument("--models", nargs="+", choices=FOLDERS, help="resnet and lstm; all with --spectra")
+    parser.add_argument("--models", nargs="+", choices=FOLDERS, default=["resnet", "lstm"])
     parser.add_argument("--after", type=natural, default=60, help="steps before the gradients are taken (at most 69)")
     parser.add_argument("--json", type=file_to_write, help="write the figures here")
     parser.add_argument("--plot", type=file_to_write, help="draw error against bits into this file")
-    parser.add_argument("--spectra", type=file_to_write, help="compare kinds of layers alone; draw their spectra here")
     arguments = parser.parse_args()
-    if arguments.spectra:
-        every = {name: captured(name, arguments.root, arguments.after, COUNT) for name in FOLDERS}
-        show_kinds(every, arguments.spectra)
-        return
     figures = {}
-    for model in arguments.models or ["resnet", "lstm"]:
+    for model in arguments.models:
         steps = captured(model, arguments.root, arguments.after, COUNT)
         figures[model] = {"methods": methods(steps), **orders(steps)}
         show_scales(model, steps)

@@ -26,7 +26,7 @@ from benchmarks._arguments import above_zero, described, file_to_write, plain_er
 from benchmarks._gossip import memory, network
 from benchmarks._gossip.data import Pictures
 from benchmarks._gossip.methods import METHODS
-from benchmarks._gossip.training import Job, run_as_threads
+from benchmarks._gossip.training import Job, run
 from benchmarks.harness.results import row_of
 from benchmarks.harness.tables import show
 from recipes.tables.rows import read_rows
@@ -43,24 +43,24 @@ def accuracy(told: argparse.Namespace) -> None:
                 data = data or Pictures(told.root, told.images, told.tested, told.batch)
                 key = {"method": method, "ranks": size, "seed": seed}
                 key |= {name: getattr(told, name) for name in GIVEN[1:]}
-                job = Job(method, size, told.steps * size, seed=seed, rate=told.rate)
+                job = Job(method, size, told.steps, seed, told.rate)
                 row_of(told.csv, key, partial(trained, job, data))
     show_accuracy(read_rows(told.csv))
 
 
 def trained(job: Job, data: Pictures) -> dict[str, float]:
     """What a run came to, as the CSV file has it."""
-    found = run_as_threads(job, data)
-    stats = found["stats"]
+    found = run(job, data)
+    stats = [each["stats"] for each in found]
     row = {
-        "accuracy": round(found["accuracy"], 2),
-        "test_loss": round(found["loss"], 4),
-        "bytes_a_step": statistics.mean(each["sent"] for each in stats) / found["steps"][0],
+        "accuracy": round(found[0]["accuracy"], 2),
+        "test_loss": round(found[0]["loss"], 4),
+        "bytes_a_step": statistics.mean(each["sent"] for each in stats) / job.steps,
         "memory": stats[0]["memory"],
         "consensus": stats[0]["consensus_distance"],
         "hash_failures": sum(each.get("hash_failures", 0.0) for each in stats),
         "theta": stats[0].get("theta", 0.0),
-        "seconds": round(max(found["seconds"]), 1),
+        "seconds": round(max(each["seconds"] for each in found), 1),
     }
     print(f"{job.method}, {job.ranks} ranks, seed {job.seed}: {row['accuracy']} % in {row['seconds']} s", flush=True)
     return {name: float(f"{value:.6g}") for name, value in row.items()}

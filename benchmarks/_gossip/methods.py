@@ -58,11 +58,3 @@ METHODS: dict[str, Settings] = {
 """On a ring, but for SGP, whose ranks send to one other in a round.
 
 Signs are of blocks of 1,024 with a float32 each; QSGD's 8 and 2 bits have a float32 for each bucket."""
-
-ASYNCHRONOUS: dict[str, Settings] = {
-    "D-PSGD": {"algorithm": "dpsgd", "compressor": "none"},
-    "AD-PSGD": {"algorithm": "adpsgd"},
-    "AD-PSGD, Moniqua 8 bits": {"algorithm": "adpsgd", "compressor": "moniqua"},
-    "AD-PSGD, Moniqua 4 bits": {"algorithm": "adpsgd", "compressor": {"name": "moniqua", "bits": 4}},
-}
-"""On a ring; but for the first, ranks wait for nobody."""

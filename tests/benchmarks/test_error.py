@@ -5,9 +5,9 @@ import gzip
 import pytest
 import torch
 
-from benchmarks import _kinds, _sweeps
+from benchmarks import _sweeps
 from benchmarks._plot import draw
-from benchmarks.error import each_parameter, methods, orders, show_kinds
+from benchmarks.error import each_parameter, methods, orders
 from benchmarks.gradients import captured
 from lightning_compress import compare
 from lightning_compress.codecs import CODECS
@@ -86,39 +86,3 @@ def test_gradients_of_resnet(tmp_path):
     root = public_data("cifar10", tmp_path)
     (step,) = captured("resnet", root, 1, 1)
     assert len(compare(step, ["bf16"]).parameters) == 18
-
-
-def test_kinds_of_layers_are_told_apart(tmp_path, capsys):
-    shapes = {"features.0.weight": (64, 64, 3, 3), "lstm.weight_hh_l0": (128, 64), "embedding.weight": (64, 64)}
-    shapes |= {"head.weight": (100, 50), "head.bias": (2000,), "fc.weight": (10, 64)}
-    generator = torch.Generator().manual_seed(0)
-    given = [{name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(2)]
-    found = _kinds.by_kind(given)
-    kinds = ["convolution", "recurrent", "embedding", "linear"]
-    assert {name: list(own[1]) for name, own in found.items()} == dict(
-        zip(kinds, [[name] for name in shapes], strict=False)
-    )
-    show_kinds({"resnet": given, "alexnet": given[:1], "lstm": given}, tmp_path / "all.png")
-    rows = [line for line in capsys.readouterr().out.splitlines() if "│ 36,864" in line]
-    assert len(rows) == 3
-    assert all(line.count(" %") == len(_kinds.COMPARED) for line in rows)
-    _kinds.draw({"convolution": {"resnet": _kinds.spectrum(found["convolution"])}}, tmp_path / "spectra.png")
-    assert (tmp_path / "spectra.png").stat().st_size > 10_000
-
-
-def test_a_spectrum_finds_a_wave_and_elements_find_a_spike():
-    wave = torch.sin(2 * torch.pi * 40 * torch.arange(2 * _kinds.BLOCK) / _kinds.BLOCK)
-    power, coefficients, elements = _kinds.spectrum([{"wave": wave}])
-    assert int(power.argmax()) == 39  # the mean is left out
-    assert coefficients[0] < 0.01 < elements[0]
-    spikes = torch.zeros(_kinds.BLOCK)
-    spikes[7] = 1.0
-    power, coefficients, elements = _kinds.spectrum([{"spike": spikes}])
-    assert float(power.std()) < 1e-3
-    assert elements[0] == 0 < coefficients[0]
-
-
-def test_gradients_of_alexnet(tmp_path):
-    root = public_data("cifar10", tmp_path)
-    (step,) = captured("alexnet", root, 0, 1)
-    assert list(_kinds.by_kind([step])) == ["convolution", "linear"]

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import asynchronous, gossip
-from benchmarks._gossip.data import Digits, Pictures
+from benchmarks import gossip
+from benchmarks._gossip.data import Pictures
 from benchmarks._gossip.memory import kept
-from benchmarks._gossip.methods import ALL_REDUCE, ASYNCHRONOUS, METHODS
+from benchmarks._gossip.methods import ALL_REDUCE, METHODS
 from benchmarks._gossip.network import METHODS as OVER_LINKS
 from benchmarks._gossip.training import AllReduce, build
-from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from recipes.resnet.data import Split
 from recipes.tables.rows import read_rows
 
@@ -25,7 +24,7 @@ class Noise(Pictures):
         self._test = self._train = Split(
             torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8, generator=generator), torch.arange(20) % 10
         )
-        self._size, self._shared = 6, False
+        self._size = 6
 
 
 def test_rows_are_written_once(tmp_path, monkeypatch, capsys):
@@ -51,36 +50,15 @@ def test_rows_are_written_once(tmp_path, monkeypatch, capsys):
 
 
 def test_every_method_can_be_made():
-    for method in METHODS | ASYNCHRONOUS:
-        made = build(method, 0)
-        assert isinstance(made, AllReduce) == (method == ALL_REDUCE)
-        assert isinstance(made, AsyncGossip) == method.startswith("AD-PSGD")
+    for method in METHODS:
+        assert isinstance(build(method, 0), AllReduce) == (method == ALL_REDUCE)
     assert len(OVER_LINKS) == 19
 
 
-def test_ranks_draw_the_same_batches_whatever_the_method():
-    images, labels = Digits().batch(1, 5, rank=0, ranks=2)
-    assert torch.equal(Digits().batch(1, 5, rank=1, ranks=2)[0], images)
-    assert len(labels) == 16
-    own = [Noise().batch(1, 4 + rank, rank, 2)[1] for rank in range(2)]
+def test_ranks_draw_batches_of_their_own():
+    own = [Noise().batch(1, 2, rank, 2)[1] for rank in range(2)]
     assert len(own[0]) == 3
     assert not torch.equal(*own)
-
-
-@pytest.mark.thorough
-def test_ranks_that_do_not_wait_learn_digits(tmp_path, monkeypatch, capfd):
-    path = tmp_path / "rows.csv"
-    words = ["accuracy", "--csv", str(path), "--seeds", "0", "--batches", "200"]
-    monkeypatch.setattr(sys, "argv", ["asynchronous", *words])
-    for _ in range(2):
-        asynchronous.main()
-    rows = read_rows(path)
-    assert [(row["method"], row["slow"]) for row in rows] == [
-        *((method, "1.0") for method in ASYNCHRONOUS),
-        ("AD-PSGD", "10.0"),
-    ]
-    assert all(float(row["accuracy"]) > 50 for row in rows)
-    assert "4 ranks, 200 batches" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

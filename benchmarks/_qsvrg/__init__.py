@@ -1,1 +1,0 @@
-"""SVRG and QSVRG on a convex problem."""
