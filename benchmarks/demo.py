@@ -11,11 +11,11 @@ link is played: whoever sends waits for as long as the bytes would have taken, a
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 
+from benchmarks._arguments import described
 from benchmarks._demo.entries import ENTRIES, RATES, Entry
 from benchmarks._demo.table import Row, conclusion, table
 from benchmarks.harness.lab import Lab
@@ -26,7 +26,7 @@ RANKS = 2
 
 def main() -> None:
     """Train, time, and print the table and its conclusion."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--paced", action="store_true", help="play the links")
     refused = "asked for with --paced" if parser.parse_args().paced else refusal()
     start = time.perf_counter()

@@ -10,7 +10,6 @@ leaves the next ones have. The ends of all texts are printed last; the exit stat
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks._arguments import described
 from recipes.tables.lineage import exit_on_sigterm
 
 SHARES = {"kernels": 2, "tests": 3, "large": 1, "codecs": 4, "step": 4, "train": 9}
@@ -102,7 +102,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main(make: Callable[..., list[list[str]]] = commands) -> None:
     """Run the parts that were asked for, and print the end of what each said."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--part", nargs="+", choices=SHARES, help="which ones (default: all)")
     parser.add_argument("--seconds", type=float, default=1500, help="for all of it (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder to write to (default: %(default)s)")

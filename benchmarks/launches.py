@@ -11,9 +11,9 @@ the ordinary path, and of a step that is made again from what an earlier one rec
 
 from __future__ import annotations
 
-import argparse
 from itertools import groupby
 
+from benchmarks._arguments import described
 from benchmarks.harness.launches import calls, launches
 from benchmarks.harness.tables import show
 
@@ -40,7 +40,7 @@ def counts(name: str, exchange: str, size: int) -> tuple[str, ...]:
 def main() -> None:
     """Print the table."""
     names = list(dict.fromkeys(name for name, _, _ in CASES))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--methods", nargs="+", choices=names, default=names)
     parser.add_argument("--ranks", nargs="+", type=int, help="2 for all_gather; 4, 8, 64 for two_shot (default: all)")
     parser.add_argument("--show", action="store_true", help="print each launch, too")

@@ -12,19 +12,18 @@ Runs that the JSON file has already are not repeated, so that it may be interrup
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks._arguments import described
 from benchmarks._local import LOCAL, ROTATED
-from benchmarks.harness.launch import run_beside
 from benchmarks.harness.results import Results, write_table
 from benchmarks.harness.tables import show
 from benchmarks.harness.tasks import Task
-from benchmarks.harness.training import Run, descend, work
+from benchmarks.harness.training import Run, descend, run_missing
 
 METHODS: dict[str, dict[str, Any]] = {
     "dense": {"compressor": "none"},
@@ -42,9 +41,9 @@ def train(run: Run, task: Task) -> dict[str, float]:
     return descend(run, task, METHODS[run["method"]], lambda model, rate: torch.optim.AdamW(model.parameters(), rate))
 
 
-def name(run: Run) -> str:
-    """Under which the results have it."""
-    return "{method}/{rate:g}/seed {seed}/{steps} steps".format(**run)
+def named(run: Run) -> Run:
+    """A run, by the name that the results have for it."""
+    return run | {"name": "{method}/{rate:g}/seed {seed}/{steps} steps".format(**run)}
 
 
 def rows(results: Results, runs: list[Run]) -> list[dict[str, Any]]:
@@ -53,9 +52,9 @@ def rows(results: Results, runs: list[Run]) -> list[dict[str, Any]]:
     for method in dict.fromkeys(run["method"] for run in runs):
         by_rate: dict[float, list[float]] = {}
         for run in runs:
-            if run["method"] == method and name(run) in results:
-                by_rate.setdefault(run["rate"], []).append(results[name(run)]["held_out"])
-                ratio = results[name(run)]["ratio"]
+            if run["method"] == method and (one := results.get(run["name"])):
+                by_rate.setdefault(run["rate"], []).append(one["held_out"])
+                ratio = one["ratio"]
         seeds = len({run["seed"] for run in runs})
         by_rate = {rate: losses for rate, losses in by_rate.items() if len(losses) == seeds}
         if by_rate:
@@ -78,7 +77,7 @@ def print_and_write(found: list[dict[str, Any]], path: Path | None) -> None:
 
 def main() -> None:
     """Run what is missing in processes of one group, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--root", type=Path, help="folder that holds multi30k")
     parser.add_argument("--json", type=Path, required=True, help="results so far; written after every run")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -89,17 +88,15 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="only what is there already")
     given = parser.parse_args()
     runs = [
-        {"method": method, "rate": rate, "seed": seed, "steps": given.steps}
+        named({"model": "lstm", "method": method, "rate": rate, "seed": seed, "steps": given.steps})
         for seed in given.seeds
         for rate in sorted(given.rates, key=lambda each: abs(each - 1e-2))
         for method in given.methods
     ]
-    missing = [run for run in runs if name(run) not in Results(given.json)]
-    if missing and not given.show:
-        if given.root is None:
+    if not given.show:
+        if given.root is None and any(run["name"] not in Results(given.json) for run in runs):
             parser.error("--root is needed to train")
-        todo = [run | {"name": name(run), "model": "lstm"} for run in missing]
-        run_beside(RANKS, work, todo, given.root, given.json, train, 4)
+        run_missing(RANKS, runs, given.root, given.json, train)
     print_and_write(rows(Results(given.json), runs), given.csv)
 
 

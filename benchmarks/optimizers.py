@@ -17,9 +17,6 @@ rate, then methods of ``_muon.py`` at the best one. "muon" has batches of 16 and
 
 from __future__ import annotations
 
-import argparse
-import math
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks import _muon
-from benchmarks.harness.launch import run_beside
+from benchmarks._arguments import described
 from benchmarks.harness.methods import METHODS, ONLY
-from benchmarks.harness.results import Results
-from benchmarks.harness.tables import show
 from benchmarks.harness.tasks import Task
-from benchmarks.harness.training import Run, descend, work
+from benchmarks.harness.training import Run, descend, run_missing, table
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda model, rate: torch.optim.SGD(model.parameters(), rate, momentum=0.9),
@@ -68,51 +63,33 @@ def named(run: Run) -> Run:
     return run | {"name": name}
 
 
-def table(results: Results, runs: list[Run]) -> None:
-    """Print held-out loss by optimizer and method, and over that of dense averaging with the same seed."""
-    rows: dict[tuple[str, float, str], list[Run]] = {}
-    for run in runs:
-        rows.setdefault((run["optimizer"], run["rate"], run["method"]), []).append(run)
-    cells = []
-    for (optimizer, rate, method), mine in rows.items():
-        losses = [results[run["name"]]["held_out"] for run in mine]
-        dense = [results.get(named(run | {"method": "dense"})["name"], {}) for run in mine]
-        over = [loss / each.get("held_out", math.nan) for loss, each in zip(losses, dense, strict=True)]
-        by_seed = (" ".join(f"{each:.3f}" for each in column) for column in (losses, over))
-        ratio = results[mine[0]["name"]]["ratio"]
-        cells.append((f"{optimizer} {rate:g}", method, *by_seed, f"{statistics.mean(over):.3f}", f"{ratio:.1f} x"))
-    head = ("optimizer", "method", "loss, by seed", "/ dense, by seed", "mean", "fewer bytes")
+def run_and_show(runs: list[Run], root: Path, path: Path) -> None:
+    """Run what is missing, of one model and number of ranks, and print the table."""
+    results = run_missing(runs[0]["ranks"], runs, root, path, train)
     title = "{model}, {ranks} ranks, {exchange}: held-out loss, over dense of the same seed".format(**runs[0])
-    show(head, cells, title)
-
-
-def run_missing(runs: list[Run], root: Path, path: Path) -> Results:
-    """All results, once those that were missing are there; all runs are of one model and number of ranks."""
-    if missing := [run for run in runs if run["name"] not in Results(path)]:
-        run_beside(runs[0]["ranks"], work, missing, root, path, train)
-    return Results(path)
+    table(results, runs, named, ("optimizer", "rate", "method"), title)
 
 
 def run_stage(name: str, root: Path, path: Path) -> None:
     """Choose the learning rates by dense runs, run all cells, and print their tables."""
     steps, seeds, models, methods = _muon.STAGES[name]
     for model in models:
-        same = {"model": model, "ranks": 4, "exchange": "all_gather"}
+        same: Run = {"model": model, "ranks": 4, "exchange": "all_gather"}
         cells = []
         for optimizer, rates in {"muon": _muon.RATES, "adamw": RATES["adamw"]}.items():
             dense = {"method": "dense", "optimizer": optimizer, "seed": 0, "steps": _muon.TUNED} | same
             tried = [named(dense | {"rate": rate}) for rate in rates]
-            results = run_missing(tried, root, path)
+            results = run_missing(same["ranks"], tried, root, path, train)
             best = min(tried, key=lambda run: results[run["name"]]["held_out"])
             chosen = _muon.BESIDE if optimizer == "adamw" else methods
             cells += [best | {"method": method, "steps": steps} for method in chosen]
         runs = [named(cell | {"seed": seed}) for seed in seeds for cell in cells]
-        table(run_missing(runs, root, path), runs)
+        run_and_show(runs, root, path)
 
 
 def main() -> None:
     """Run what is missing in processes of one group, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     add = parser.add_argument
     add("--root", type=Path, help="folder that holds multi30k, for the LSTM")
     add("--json", type=Path, required=True, help="results so far; written after every run")
@@ -143,7 +120,7 @@ def main() -> None:
         if ONLY.get(method, optimizer) == optimizer
         for rate in (RATES[optimizer] if arguments.tune else [best[optimizer]])
     ]
-    table(run_missing(runs, arguments.root, arguments.json), runs)
+    run_and_show(runs, arguments.root, arguments.json)
 
 
 if __name__ == "__main__":

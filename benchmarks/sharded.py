@@ -10,9 +10,7 @@ text. Runs that the JSON file has are not repeated.
 
 from __future__ import annotations
 
-import argparse
 import logging
-import statistics
 import time
 import warnings
 from pathlib import Path
@@ -24,12 +22,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from benchmarks.harness.launch import run_beside
+from benchmarks._arguments import described
 from benchmarks.harness.methods import METHODS, ONLY
-from benchmarks.harness.results import Results
-from benchmarks.harness.tables import show
 from benchmarks.harness.tasks import Task
-from benchmarks.harness.training import Run, work
+from benchmarks.harness.training import Run, run_missing, table
 from lightning_compress import CompressedFSDPStrategy
 
 RANKS, REPLICAS, RATE = 4, 2, 3e-3
@@ -99,23 +95,9 @@ def named(run: Run) -> Run:
     return run | {"name": "{method}/seed {seed}/{steps} steps".format(**run)}
 
 
-def table(results: Results, runs: list[Run]) -> None:
-    """Print held-out losses, and how far they are above dense averaging with the same seed."""
-    cells = []
-    for method in dict.fromkeys(run["method"] for run in runs):
-        mine = [run for run in runs if run["method"] == method]
-        losses = [results[run["name"]]["held_out"] for run in mine]
-        dense = [results[named(run | {"method": "dense"})["name"]]["held_out"] for run in mine]
-        over = [100 * (loss / each - 1) for loss, each in zip(losses, dense, strict=True)]
-        by_seed = (" ".join(f"{each:.3f}" for each in losses), " ".join(f"{each:+.2f}" for each in over))
-        ratio = results[mine[0]["name"]]["ratio"]
-        cells.append((method, *by_seed, f"{statistics.mean(over):+.2f} %", f"{ratio:.1f} x"))
-    show(("method", "loss, by seed", "above dense, by seed, %", "mean", "fewer bytes"), cells, f"{MODEL}, AdamW {RATE}")
-
-
 def main() -> None:
     """Run what is missing in processes of one group, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     add = parser.add_argument
     add("--root", type=Path, required=True, help="folder that holds multi30k")
     add("--json", type=Path, required=True, help="results so far; written after every run")
@@ -126,9 +108,8 @@ def main() -> None:
     same = {"model": MODEL, "rate": RATE, "steps": arguments.steps}
     methods = dict.fromkeys(["dense", *arguments.methods])
     runs = [named({"method": each, "seed": seed} | same) for seed in arguments.seeds for each in methods]
-    if missing := [run for run in runs if run["name"] not in Results(arguments.json)]:
-        run_beside(RANKS, work, missing, arguments.root, arguments.json, train)
-    table(Results(arguments.json), runs)
+    results = run_missing(RANKS, runs, arguments.root, arguments.json, train)
+    table(results, runs, named, ("method",), f"{MODEL}, AdamW {RATE}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._arguments import described
 from benchmarks._gpu import isolated
 from benchmarks._gpu.machine import WIDTH, surroundings
 from benchmarks._gpu.models import MODELS
@@ -98,7 +99,7 @@ def _overlap(row: isolated.Row) -> str:
 
 def main() -> None:
     """Measure, print the table, and write JSON after every model if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = described(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny models, for tests")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

@@ -1,9 +1,11 @@
-"""Trainings one after the other, each with a learning rate that falls linearly to 0."""
+"""Trainings one after the other, each with a learning rate that falls linearly to 0, and their table."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._local import Local
+from benchmarks.harness.launch import run_beside
 from benchmarks.harness.results import Results
+from benchmarks.harness.tables import show
 from benchmarks.harness.tasks import TASKS, Task
 from lightning_compress import attach
 
@@ -23,6 +27,31 @@ Run = dict[str, Any]
 ``Train`` takes of it."""
 Train = Callable[[Run, Task], dict[str, float]]
 """Trains on one rank; see ``descend``."""
+
+
+def run_missing(ranks: int, runs: list[Run], root: Path | None, path: Path, train: Train) -> Results:
+    """Return all results, once those that were missing are there; see ``work``."""
+    if missing := [run for run in runs if run["name"] not in Results(path)]:
+        run_beside(ranks, work, missing, root, path, train)
+    return Results(path)
+
+
+def work(runs: list[Run], root: Path, results: Path, trained: Train) -> None:
+    """All runs, one after the other, on one rank; rank 0 writes down each result.
+
+    Args:
+        runs: each with its ``name``, and ``model``, one of ``TASKS``, which is the same for all.
+        root: of the task's data.
+        results: a JSON file.
+        trained: what a run is.
+    """
+    task = TASKS[runs[0]["model"]](root)
+    for number, run in enumerate(runs):
+        figures = trained(run, task)
+        if dist.get_rank() == 0:
+            Results(results)[run["name"]] = figures
+            said = f"held-out loss {figures['held_out']:.4f}, {figures['seconds']:.0f} s"
+            print(f"{number + 1}/{len(runs)} {run['name']}: {said}", flush=True)
 
 
 def descend(
@@ -72,20 +101,25 @@ def descend(
     return {"held_out": sums / count, "training": training, "ratio": ratio, "seconds": time.perf_counter() - start}
 
 
-def work(runs: list[Run], root: Path, results: Path, trained: Train, digits: int = 3) -> None:
-    """All runs, one after the other, on one rank; rank 0 writes down each result.
+def table(results: Results, runs: list[Run], named: Callable[[Run], Run], same: Sequence[str], title: str) -> None:
+    """Print held-out losses by seed, and over those of dense averaging with the same seed.
 
     Args:
-        runs: each with its ``name``, and ``model``, one of ``TASKS``, which is the same for all.
-        root: of the task's data.
-        results: a JSON file.
-        trained: what a run is.
-        digits: of the losses that are printed.
+        results: of the runs.
+        runs: which.
+        named: gives a run the name of its result.
+        same: what a row's runs have in common; the last of it is ``method``.
+        title: of the table.
     """
-    task = TASKS[runs[0]["model"]](root)
-    for number, run in enumerate(runs):
-        figures = trained(run, task)
-        if dist.get_rank() == 0:
-            Results(results)[run["name"]] = figures
-            said = f"held-out loss {figures['held_out']:.{digits}f}, {figures['seconds']:.0f} s"
-            print(f"{number + 1}/{len(runs)} {run['name']}: {said}", flush=True)
+    rows: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        rows.setdefault(tuple(run[each] for each in same), []).append(run)
+    cells = []
+    for key, mine in rows.items():
+        losses = [results[run["name"]]["held_out"] for run in mine]
+        dense = [results.get(named(run | {"method": "dense"})["name"], {}) for run in mine]
+        over = [loss / each.get("held_out", math.nan) for loss, each in zip(losses, dense, strict=True)]
+        by_seed = (" ".join(f"{each:.4f}" for each in column) for column in (losses, over))
+        ratio = results[mine[0]["name"]]["ratio"]
+        cells.append((*map(str, key), *by_seed, f"{statistics.mean(over):.4f}", f"{ratio:.1f} x"))
+    show((*same, "loss, by seed", "/ dense, by seed", "mean", "fewer bytes"), cells, title)

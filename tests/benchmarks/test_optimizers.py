@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import _muon, optimizers
 from benchmarks._language import CharTransformer
-from benchmarks.harness import tasks
+from benchmarks.harness import tasks, training
 from benchmarks.harness.methods import METHODS
 from lightning_compress.periodic.averaged_gradients import AveragedGradients
 from lightning_compress.settings.run_state import RunState
@@ -34,9 +34,9 @@ def test_runs_are_not_repeated(tmp_path, monkeypatch, capfd):
     assert dense["training"] < 4
     assert capfd.readouterr().out.count(" steps: held-out loss ") == 2
 
-    monkeypatch.setattr(optimizers, "work", None)  # nothing is left to do
+    monkeypatch.setattr(training, "work", None)  # nothing is left to do
     optimizers.main()
-    assert "1.000" in capfd.readouterr().out
+    assert "1.0000" in capfd.readouterr().out
     assert json.loads(results.read_text()) == found
 
 
@@ -57,7 +57,7 @@ def test_a_stage_tunes_then_runs_its_cells_and_none_twice(tmp_path, monkeypatch,
     found = json.loads(results.read_text())
     assert len(found) == 2 + 1 + 2
     assert sum(name.endswith("/4 steps/decoder, 4 ranks, all_gather") for name in found) == 2
-    monkeypatch.setattr(optimizers, "work", None)  # nothing is left to do
+    monkeypatch.setattr(training, "work", None)  # nothing is left to do
     optimizers.main()
     assert json.loads(results.read_text()) == found
 
