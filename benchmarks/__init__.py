@@ -29,7 +29,9 @@ RETIRED = {
         "benchmarks.time_to_target --part whole": "docs/results/time-to-target.md has its figures",
     },
     "c7b30f62": {
+        "benchmarks.accuracy": "docs/results/accuracy.md has them; recipes train experiment=resnet_cifar10_short",
         "benchmarks.asynchronous": "docs/results/async.md has its figures; benchmarks.gossip network times such steps",
+        "benchmarks.backward": "docs/results/backward.md has its figures",
         "benchmarks.error --spectra": "docs/results/error.md has its figures",
         "benchmarks.host_time": "benchmarks.step measures it on a GPU, benchmarks.launches counts calls without one",
         "benchmarks.qsvrg": "docs/results/accuracy.md has its figures",

@@ -6,9 +6,7 @@ ResNet-50 (64 images of 224 x 224), a Transformer of the shape of GPT-2's smalle
 forward, backward and SGD through DistributedDataParallel, in TensorFloat-32 and under bfloat16 autocast. One process
 has no peers: its hook receives what it sends eight times (``benchmarks/_gpu/echo.py``), so that a step encodes and
 decodes as one of 8 ranks does by all_gather or two_shot, while nothing travels. Compression is what ``attach`` makes of
-the model and SGD. PyTorch's hooks cast or factor, and sum over one. "rotated replayed"
-captures the average of a bucket in a CUDA graph and launches that graph in every step: it says what a step would take
-if launching cost next to nothing. Methods take turns, some steps each; medians.
+the model and SGD. PyTorch's hooks cast or factor, and sum over one. Methods take turns, some steps each; medians.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from benchmarks._arguments import described
 from benchmarks._gpu import isolated
 from benchmarks._gpu.machine import WIDTH, surroundings
 from benchmarks._gpu.models import MODELS
-from benchmarks._gpu.step import METHODS, REPLAYED, measure
+from benchmarks._gpu.step import METHODS, measure
 from benchmarks.harness import tables
 from benchmarks.harness.results import write
 
@@ -104,17 +102,13 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models, for tests")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, help="which ones (default: all)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--bucket-mb", type=float, help="the most that a bucket has (default: PyTorch's 25)")
     parser.add_argument("--ranks", type=int, default=8, help="whose work is done (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=600, help="for all of it (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--trace", metavar="FILE", help="write a trace of three steps (.json or .json.gz)")
     arguments = parser.parse_args()
-    usable = [each for each in METHODS if arguments.device == "cuda" or not each.endswith(REPLAYED)]
-    arguments.methods = arguments.methods or usable
-    if wrong := [each for each in arguments.methods if each not in usable]:
-        parser.error(f"--device cpu: {', '.join(wrong)} would need a CUDA graph; leave it out")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA device here; --device cpu --small tries it out")
     result = {**surroundings(torch.device(arguments.device)), "ranks": arguments.ranks, "rows": []}

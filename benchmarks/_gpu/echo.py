@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -68,12 +68,7 @@ def _wide(message: Tensor) -> Tensor:
 
 
 def compress(
-    ddp: DistributedDataParallel,
-    method: Mapping[str, object],
-    exchange: str,
-    ranks: int,
-    optimizer: Optimizer,
-    begin: Callable[[Compression, DistributedDataParallel], object] = register,
+    ddp: DistributedDataParallel, method: Mapping[str, object], exchange: str, ranks: int, optimizer: Optimizer
 ) -> Compression:
     """Let a model of one process do what ``attach`` would have it do on one of so many ranks; nothing is sampled.
 
@@ -83,12 +78,11 @@ def compress(
         exchange: how its messages would travel.
         ranks: that are pretended.
         optimizer: the model's.
-        begin: has the compression average for the model.
     """
     settings = RunState.of(method, exchange, schedule="none", check_drift_every=0)
     compression = compression_of(ddp, settings, EchoCollective(ranks))
     compression.meter.sample_every = 0
-    begin(compression, ddp)
+    register(compression, ddp)
     compression.stepped_by([optimizer])
     return compression
 

@@ -20,13 +20,10 @@ from benchmarks._gpu import echo
 from benchmarks._gpu.isolated import FATAL, Row, Task, breaks_device, said
 from benchmarks._gpu.memory import allocated, give_back
 from benchmarks._gpu.models import MODELS, SMALL, Training
-from benchmarks._gpu.replayed import Replayed
 from benchmarks._gpu.trace import overlap
 from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.methods import SETS
 from benchmarks._timing import waits_for_device
-from lightning_compress.engine.compression import Compression
-from lightning_compress.engine.hook import register
 from lightning_compress.engine.optimizers import unwatch, watch
 
 PAPERS: dict[str, dict[str, object]] = {
@@ -34,14 +31,9 @@ PAPERS: dict[str, dict[str, object]] = {
     for name, each in SETS["papers"].items()
 }
 """The compressors that the lab compares as the FFT paper did."""
-REPLAYED = " replayed"
-"""Ends the name of a method whose averages are CUDA graphs; see ``Replayed``."""
 METHODS: dict[str, tuple[dict[str, object], str]] = {
     "none": ({}, ""),
-    **{f"onebit{each}": ({"name": "onebit"}, "all_gather") for each in ("", REPLAYED)},
-    **{f"rotated{each}": ({"name": "rotated", "bits": 4}, "all_gather") for each in ("", REPLAYED)},
-    "qsgd": ({"name": "qsgd"}, "all_gather"),
-    "efsign": ({"name": "efsign"}, "all_gather"),
+    **{name: ({"name": name}, "all_gather") for name in ("onebit", "rotated", "qsgd", "efsign")},
     **{f"{name} two_shot": ({"name": name}, "two_shot") for name in ("onebit", "rotated", "qsgd", "efsign")},
     "topk": ({"name": "topk"}, "all_gather"),
     "dgc": ({"name": "dgc"}, "all_gather"),
@@ -98,26 +90,13 @@ class Trainer:
         if name in HOOKS:
             make, hook = HOOKS[name]
             self._ddp.register_comm_hook(make(), hook)
-        self._replayed: Replayed | None = None
         self._optimizer = optimizer = torch.optim.SGD(module.parameters(), 1e-4, momentum=0.9)
-        begin = self._captures if name.endswith(REPLAYED) else register
-        given = method, exchange, ranks, optimizer, begin
-        self._compression = echo.compress(self._ddp, *given) if method else None
+        self._compression = echo.compress(self._ddp, method, exchange, ranks, optimizer) if method else None
         if self._compression is not None:
             unwatch(self._compression)
         self._batch = training.batch(device)
         self.issued: list[float] = []
         self.numel = sum(each.numel() for each in module.parameters())
-
-    def _captures(self, compression: Compression, ddp: DistributedDataParallel) -> None:
-        self._replayed = Replayed(compression, ddp)
-
-    def replay(self) -> None:
-        """From now on replay a captured step, if that is the method."""
-        if self._replayed is not None:
-            self._replayed.replay()
-            self._compression = None  # which sees no optimizer any more
-            self.steps(1)  # of which one is captured
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -221,7 +200,6 @@ def _begin(name: str, trainers: dict[str, Trainer], training: Training, task: Ta
     try:
         trainer = Trainer(training, name, task["ranks"], task["precision"], device, task["bucket_mb"])
         trainer.steps(WARM)
-        trainer.replay()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         trainer.steps(2)

@@ -2,10 +2,8 @@
 
 import argparse
 import importlib
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +11,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks
-from benchmarks import accuracy
 from benchmarks.harness import lab
-from recipes.tables.lineage import PARENT
 from tests.test_docs import PAGES, current
 from tests.test_house import ROOT
 
@@ -77,11 +73,10 @@ REFUSED = [
     ("scale", "--most 1", "two ranks are the fewest"),
     ("codecs", "--repeats 0", "from 1 on"),
     ("codecs", "--numel -5", "from 1 on"),
-    ("backward", "--rounds 0", "from 1 on"),
     ("faults", "--ranks two", "'two' must be a whole number"),
     ("error", "--root /nowhere", "/nowhere"),
     ("gradients", "--root /nowhere --out {folder}/x.pt", "/nowhere"),
-    ("accuracy", "--root data --json /nowhere/x.json", "cannot be written"),
+    ("error", "--root data --json /nowhere/x.json", "cannot be written"),
     ("gossip", "accuracy --root /nowhere --csv {folder}/x.csv", "/nowhere"),
     ("gossip", "network --steps 10", "must be a multiple of 16"),
     ("gossip", "network", "which only root may do"),
@@ -133,26 +128,6 @@ def test_what_stands_in_place_of_a_retired_benchmark_is_there(study, instead):
         assert (ROOT / path).exists()
     for module in re.findall(r"benchmarks\.\w+", instead):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists()
-
-
-def test_trainings_end_with_the_benchmark(tmp_path, monkeypatch):
-    """Killed, it takes them along; terminated, it raises SystemExit, upon which ``subprocess.run`` kills them."""
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.delenv(PARENT, raising=False)
-
-    def train(*_):
-        assert os.environ[PARENT] == str(os.getpid())
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(accuracy, "train", train)
-    monkeypatch.setattr("sys.argv", ["accuracy", "--root", "data", "--json", str(tmp_path / "x.json")])
-    try:
-        with pytest.raises(SystemExit) as ended:
-            accuracy.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        os.environ.pop(PARENT, None)
-    assert ended.value.code == 143
 
 
 def test_a_file_is_not_written_over_a_folder(tmp_path):

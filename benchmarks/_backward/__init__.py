@@ -1,1 +1,0 @@
-"""Parts of ``python -m benchmarks.backward``."""
