@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks._gpu.echo import EchoCollective
+from benchmarks._gpu.echo import EchoCollective, compress
 from lightning_compress.collectives import TorchCollective, World
 from lightning_compress.collectives.counting import Meter
-from lightning_compress.engine.attach import compression_of
 from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.drift import DriftGuard
 from lightning_compress.engine.group import Group
-from lightning_compress.engine.hook import register
 from lightning_compress.engine.unused import Unused
 from lightning_compress.planning.choose import Auto
 from lightning_compress.settings.run_state import RunState
@@ -41,10 +39,9 @@ ROWS, COLUMNS, MATRICES, REPEATS = 250, 1000, 50, 15
 def hooked(module: nn.Module, compressor: str, sample_every: int = 0, **settings: Any) -> DistributedDataParallel:
     """A model whose gradients go through the hook, also where ``attach`` would leave them to DDP."""
     model = DistributedDataParallel(module)
-    compression = compression_of(model, RunState.of(compressor, Auto(fallback="never"), **settings), TorchCollective())
+    chosen = RunState.of(compressor, Auto(fallback="never"), **settings)
+    compression = compress(model, chosen, TorchCollective(), torch.optim.SGD(model.parameters(), 0.01))
     compression.meter.sample_every = sample_every
-    register(compression, model)
-    compression.stepped_by([torch.optim.SGD(model.parameters(), 0.01)])
     return model
 
 

@@ -12,10 +12,9 @@ link is played: whoever sends waits for as long as the bytes would have taken, a
 from __future__ import annotations
 
 import os
-import sys
 import time
 
-from benchmarks._arguments import described
+from benchmarks._arguments import described, plain_errors
 from benchmarks._demo.entries import ENTRIES, RATES, Entry
 from benchmarks._demo.table import Row, conclusion, table
 from benchmarks.harness.lab import Lab
@@ -24,6 +23,7 @@ from benchmarks.harness.launch import run_beside, run_ranks
 RANKS = 2
 
 
+@plain_errors()
 def main() -> None:
     """Train, time, and print the table and its conclusion."""
     parser = described(__doc__)
@@ -32,10 +32,7 @@ def main() -> None:
     start = time.perf_counter()
     if refused:
         print(f"links are played, not measured: {refused}")
-    try:
-        rows = run(ENTRIES, paced=refused is not None)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    rows = run(ENTRIES, paced=refused is not None)
     print(f"\n{table(rows, paced=refused is not None)}\n\n{conclusion(rows)}")
     print(f"\n{RANKS} processes on {os.cpu_count()} cores, {time.perf_counter() - start:.0f} s in all")
 

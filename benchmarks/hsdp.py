@@ -14,11 +14,11 @@ from typing import Any
 
 from benchmarks._arguments import described, file_to_write, plain_errors, positive, positives, some_of
 from benchmarks._hsdp import METHODS, SHARDS
+from benchmarks._network.show import show
 from benchmarks.harness.lab import Lab
 from benchmarks.harness.launch import run_ranks
 from benchmarks.harness.models import MODELS
 from benchmarks.harness.results import write
-from benchmarks.harness.tables import show
 
 
 @plain_errors()
@@ -41,19 +41,9 @@ def main() -> None:
             with Lab(2, rate) as lab:
                 found = run_ranks(lab, told | {"accumulate": accumulate}, "benchmarks._hsdp", each=SHARDS)[0]
             cells.append({"model": arguments.model, "rate": rate, "accumulate": accumulate} | found)
-            show(*table(cells[-1]))
+            title = f"{arguments.model}, 2 x 2, {rate}, {accumulate} batches a step; MB: of a host"
+            show(cells[-1], title, "HSDP")
             write(arguments.json, {"cells": cells})
-
-
-def table(cell: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
-    """The head, the rows and the title of a cell."""
-    rows: list[tuple[str, ...]] = []
-    for method, ms in cell["ms"].items():
-        wire, formula = cell["wire_bytes"][method], cell["formula_bytes"].get(method)
-        promised = (f"{formula / 1e6:.2f}", f"{wire / formula - 1:+.1%}") if formula else ("", "")
-        rows.append((method, f"{ms:.0f}", f"{ms / cell['ms']['HSDP']:.2f}", f"{wire / 1e6:.2f}", *promised))
-    head = ("averaging", "ms a step", "of HSDP", "MB a host sent", "by formula", "headers, other")
-    return head, rows, f"{cell['model']}, 2 x 2, {cell['rate']}, {cell['accumulate']} batches a step"
 
 
 if __name__ == "__main__":

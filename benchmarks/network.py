@@ -35,7 +35,7 @@ from benchmarks._arguments import plain_errors
 from benchmarks._network.arguments import parse
 from benchmarks._network.cells import measure, record, replay
 from benchmarks._network.plot import draw
-from benchmarks._network.show import show, show_paper, title
+from benchmarks._network.show import show, title
 from benchmarks.harness.results import write
 
 
@@ -47,7 +47,6 @@ def main() -> None:
     for cell in cells:
         if arguments.measured and "wire_bytes" in cell:
             show(cell, title(cell))
-    show_paper(cells)
     if arguments.plot:
         draw(cells, arguments.plot)
 

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks._arguments import described, file_to_write, plain_errors, positive, some_of
 from benchmarks.harness import tables
 from benchmarks.harness.lab import Lab, bits_per_second, die_with_parent
-from benchmarks.harness.launch import first_failed
+from benchmarks.harness.launch import waited_for
 from benchmarks.harness.results import write
 
 QUIET = ["trainer=cpu", "trainer.num_nodes=2", "trainer.enable_progress_bar=false", "trainer.max_epochs=100"]
@@ -49,21 +49,13 @@ def beside(lab: Lab, words: Callable[[int], list[str]], folder: Path) -> str:
         RuntimeError: one failed; carries what it wrote.
     """
     own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": lab.interface, "MASTER_ADDR": lab.address(0)}
-    processes = []
-    for rank in range(2):
-        with (folder / f"{rank}.out").open("w") as out, (folder / f"{rank}.err").open("w") as err:
+    with waited_for(folder) as processes:
+        for rank in range(2):
             command = lab.command(rank, "taskset", "-c", str(rank), sys.executable, "-W", "ignore", *words(rank))
             environment = os.environ | own | {"MASTER_PORT": PORT, "NODE_RANK": str(rank)}
-            started = subprocess.Popen(command, env=environment, stdout=out, stderr=err, preexec_fn=die_with_parent)
+            with (folder / f"{rank}.out").open("w") as out, (folder / f"rank{rank}.log").open("w") as log:
+                started = subprocess.Popen(command, env=environment, stdout=out, stderr=log, preexec_fn=die_with_parent)
             processes.append(started)
-    try:
-        failed = first_failed(processes)
-    finally:
-        for each in processes:
-            each.kill()
-            each.wait()
-    if failed is not None:
-        raise RuntimeError(f"host {failed} failed:\n{(folder / f'{failed}.err').read_text()[-3000:]}")
     return (folder / "0.out").read_text()
 
 

@@ -7,7 +7,6 @@ for, and those that it answered. ``formula_bytes`` is what their messages are, w
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,15 +20,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from benchmarks._gossip import methods
 from benchmarks._network.hooks import bf16_mean, power_sgd_state
-from benchmarks._network.show import FREE, kappa
+from benchmarks._network.show import show, title
 from benchmarks.harness.lab import Lab
 from benchmarks.harness.launch import run_ranks
 from benchmarks.harness.rank import COUNTER
 from benchmarks.harness.results import write
-from benchmarks.harness.tables import show
 from lightning_compress.codecs import Codec, OneBit, Rotated
 from lightning_compress.collectives import TorchCollective, World
-from lightning_compress.collectives.counting import Meter, all_reduce_bytes
+from lightning_compress.collectives.counting import Meter
 from lightning_compress.contrib.asynchronous.async_gossip import AsyncGossip
 from lightning_compress.core.layout import Layout
 from lightning_compress.exchanges import TwoShot
@@ -148,7 +146,7 @@ METHODS: dict[str, Callable[[int], Step]] = {
 
 def find(told: dict[str, Any]) -> dict[str, Any]:
     """Do what is told: ``methods``, ``numel``, ``compute_ms``, ``steps``."""
-    found: dict[str, Any] = {"ms": {}, "wire_bytes": {}, "own_ms": {}, "formula_bytes": {}, "averages": {}}
+    found: dict[str, Any] = {"ms": {}, "wire_bytes": {}, "formula_bytes": {}, "averages": {}}
     for name in told["methods"]:
         _measure(name, told, found)
     return found
@@ -162,18 +160,15 @@ def _measure(name: str, told: dict[str, Any], found: dict[str, Any]) -> None:
     free = step if isinstance(step, Asynchronous) else None
     earlier = free.figures() if free else (0, 0)
     dist.barrier()
-    before, start, times = int(COUNTER.read_text()), time.perf_counter(), []
+    before, start = int(COUNTER.read_text()), time.perf_counter()
     if free is not None:
         free.gossip.resume()
     for number in range(told["steps"]):
         time.sleep(told["compute_ms"] / 1e3)
-        begun = time.perf_counter()
         step(vector, number)
-        times.append(time.perf_counter() - begun)
     if free is None:
         dist.barrier()
     found["ms"][name] = 1e3 * (time.perf_counter() - start) / told["steps"]
-    found["own_ms"][name] = 1e3 * statistics.median(times)
     if free is not None:
         sent, averages = (now - then for now, then in zip(free.figures(), earlier, strict=True))
         found["formula_bytes"][name], found["averages"][name] = sent / told["steps"], averages / told["steps"]
@@ -195,32 +190,13 @@ def measure(given: argparse.Namespace) -> None:
     if given.steps < LOCAL_STEPS or given.steps % LOCAL_STEPS:
         raise ValueError(f"--steps {given.steps} must be a multiple of {LOCAL_STEPS}, the local steps of some methods")
     told = {name: getattr(given, name) for name in ("methods", "numel", "compute_ms", "steps")}
-    place, cells = {name: getattr(given, name) for name in ("ranks", "rate", "last")}, []
+    place, cells = {name: getattr(given, name) for name in ("ranks", "rate", "last")}, list[dict[str, Any]]()
+    how = f"the last link {given.last}; " if given.last else ""
+    how += f"computing emulated: a sleep of {given.compute_ms:g} ms, nothing beside it"
+    place |= {"model": f"{given.numel:,} parameters", "how": how}
     for delay in map(float, given.delays.split(",")):
         with Lab(given.ranks, given.rate, delay, given.last) as lab:
             found = run_ranks(lab, told, "benchmarks._gossip.network")[0]
         cells.append(place | {"delay_ms": delay, **told, **found})
-        _show(cells[-1])
+        show(cells[-1], title(cells[-1]), DDP)
         write(given.json, {"cells": cells})
-
-
-def _show(cell: dict[str, Any]) -> None:
-    last = f" (the last {cell['last']})" if cell["last"] else ""
-    title = (
-        f"{cell['numel']:,} parameters, {cell['ranks']} ranks, {cell['rate']}{last}, "
-        f"round trip of {cell['delay_ms']:g} ms (measured {cell['ping_ms']:.1f}); "
-        f"computing emulated: a sleep of {cell['compute_ms']:g} ms, nothing beside it"
-    ) + kappa(cell["rate"], all_reduce_bytes(4 * cell["numel"], cell["ranks"]), cell["ms"].get(FREE))
-    rows = (
-        (
-            name,
-            f"{cell['ms'][name]:.1f}",
-            f"{cell['ms'][name] - cell['compute_ms']:.1f}",
-            f"{cell['wire_bytes'][name] / 1e3:.1f}",
-            f"{cell['formula_bytes'][name] / 1e3:.1f}" if name in cell["formula_bytes"] else "",
-            f"{cell['averages'][name]:.2f}" if name in cell["averages"] else "",
-        )
-        for name in cell["methods"]
-    )
-    head = ("method", "ms a step", "of it not asleep", "kB sent a step", "by formula", "averages")
-    show(head, rows, title, width=120)

@@ -68,19 +68,17 @@ def _wide(message: Tensor) -> Tensor:
 
 
 def compress(
-    ddp: DistributedDataParallel, method: Mapping[str, object], exchange: str, ranks: int, optimizer: Optimizer
+    ddp: DistributedDataParallel, settings: RunState, collective: Collective, optimizer: Optimizer
 ) -> Compression:
-    """Let a model of one process do what ``attach`` would have it do on one of so many ranks; nothing is sampled.
+    """Let a model's gradients go through the hook, also where ``attach`` would leave them to DDP; nothing is sampled.
 
     Args:
         ddp: the model.
-        method: of compression, its ``name`` and its settings.
-        exchange: how its messages would travel.
-        ranks: that are pretended.
+        settings: of the compression.
+        collective: the ranks, or one that pretends to be of so many.
         optimizer: the model's.
     """
-    settings = RunState.of(method, exchange, schedule="none", check_drift_every=0)
-    compression = compression_of(ddp, settings, EchoCollective(ranks))
+    compression = compression_of(ddp, settings, collective)
     compression.meter.sample_every = 0
     register(compression, ddp)
     compression.stepped_by([optimizer])

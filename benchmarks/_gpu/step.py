@@ -24,7 +24,9 @@ from benchmarks._gpu.trace import overlap
 from benchmarks._network.hooks import bf16_mean, power_sgd_state
 from benchmarks._network.methods import SETS
 from benchmarks._timing import waits_for_device
+from lightning_compress.engine.compression import Compression
 from lightning_compress.engine.optimizers import unwatch, watch
+from lightning_compress.settings.run_state import RunState
 
 PAPERS: dict[str, dict[str, object]] = {
     name: {"name": each["compressor"]} if isinstance(each["compressor"], str) else each["compressor"]
@@ -91,8 +93,10 @@ class Trainer:
             make, hook = HOOKS[name]
             self._ddp.register_comm_hook(make(), hook)
         self._optimizer = optimizer = torch.optim.SGD(module.parameters(), 1e-4, momentum=0.9)
-        self._compression = echo.compress(self._ddp, method, exchange, ranks, optimizer) if method else None
-        if self._compression is not None:
+        self._compression: Compression | None = None
+        if method:
+            settings = RunState.of(method, exchange, schedule="none", check_drift_every=0)
+            self._compression = echo.compress(self._ddp, settings, echo.EchoCollective(ranks), optimizer)
             unwatch(self._compression)
         self._batch = training.batch(device)
         self.issued: list[float] = []

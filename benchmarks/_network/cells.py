@@ -12,28 +12,20 @@ from benchmarks.harness.launch import run_ranks
 Found = dict[str, Any]
 
 
-def _ranks(ranks: int, rate: str | None, delay_ms: float = 0.0, **told: Any) -> list[Found]:
-    """What each rank found.
+def measure(ranks: int, rate: str | None, delay_ms: float = 0.0, **told: Any) -> Found:
+    """Median milliseconds of a step, bytes on the wire and by formula, by method; the round trip, measured.
 
     Args:
         ranks: how many.
         rate: of each link; None: not limited.
         delay_ms: that a round trip takes at least.
         **told: see ``rank.Measuring``.
-    """
-    with Lab(ranks, rate, delay_ms) as lab:
-        return run_ranks(lab, told)
-
-
-def measure(*link: Any, **told: Any) -> Found:
-    """Median milliseconds of a step, bytes on the wire and by formula, by method; the round trip, measured.
-
-    What it is given is what ``_ranks`` is.
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
     """
-    found = _ranks(*link, **told)[0]
+    with Lab(ranks, rate, delay_ms) as lab:
+        found = run_ranks(lab, told)[0]
     found.pop("traces", None)
     return found
 
@@ -41,15 +33,14 @@ def measure(*link: Any, **told: Any) -> Found:
 def record(ranks: int, rate: str | None, delay_ms: float = 0.0, *, one_by_one: bool, **told: Any) -> Found:
     """``measure``, and ``traces``: by method, of each rank.
 
-    With ``one_by_one`` ranks take turns to compute, so that each is timed as if it had the machine for itself; what
-    else it is given is what ``_ranks`` is.
+    With ``one_by_one`` ranks take turns to compute, so that each is timed as if it had the machine for itself.
 
     Raises:
         RuntimeError: a rank failed; carries what it wrote.
         ValueError: a rank could not take a method down.
     """
-    with tempfile.NamedTemporaryFile() as turn:
-        found = _ranks(ranks, rate, delay_ms, **told, record=True, turn=turn.name if one_by_one else None)
+    with tempfile.NamedTemporaryFile() as turn, Lab(ranks, rate, delay_ms) as lab:
+        found = run_ranks(lab, told | {"record": True, "turn": turn.name if one_by_one else None})
     traces = {name: [each["traces"][name] for each in found] for name in told["methods"]}
     of = {"model": told["model"], "ranks": ranks, "rate": rate, "one_by_one": one_by_one}
     return found[0] | {"traces": traces} | of

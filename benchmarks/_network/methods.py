@@ -92,8 +92,6 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
 """At equal bits of a message per element, and as the FFT paper seems to have run them (theta 0.85 for both sparsifiers,
 floats of 10 bits, QSGD with 4 bits in buckets of 512): Wang et al., HPDC 2020. TernGrad has no setting with 4 bits. And
 averages that are applied in the same step, or one step later."""
-PAPER = {"DDP": "2.26", "qsgd": "1.31", "terngrad": "1.25", "topk": "1.47"}
-"""By what factor fft's training was faster there than with these (AlexNet, 8 GPUs, InfiniBand)."""
 
 
 ALONE = "alone"

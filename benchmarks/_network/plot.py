@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.lab import bits_per_second
-from recipes.tables.drawing import canvas, caption, legend, save, styles
+from recipes.tables.drawing import canvas, caption, legend, logarithmic, save, speed, styles
 
 Cell = dict[str, Any]
 LINES = 9
@@ -45,7 +45,9 @@ def draw(cells: list[Cell], path: Path) -> None:
             line = sorted((x, cell["ms"][name]) for x, cell in points if name in cell["ms"])
             drawn = style | {"ls": "--" if name == "no communication" else "-", "ms": 5, "lw": 1.4, "label": name}
             place.plot(*zip(*line, strict=True), **drawn) if line else None
-        _frame(place, against, sorted({x for x, _ in points}))
+        place.set_xlabel("rate of each link" if against == "rate" else "ranks")
+        at = {x: speed(x) if against == "rate" else f"{x:g}" for x, _ in points}
+        logarithmic(place, at, 10 if against == "rate" else 2)
     axes[0].set_ylabel("median step, ms")
     axes[0].yaxis.set_tick_params(labelleft=True)
     legend(figure, *axes)
@@ -60,7 +62,7 @@ def point(parts: list[tuple[str, str, list[tuple[float, Cell]]]]) -> str:
     ours = next((name for name in ("qsgd", "rotated", "onebit", *ends[0]) if all(name in ms for ms in ends)), "")
     if not ours or any("DDP" not in ms for ms in ends):
         return "Step time"
-    at = [_speed(x) if against == "rate" else f"{x:g} ranks" for x in sorted(x for x, _ in points)]
+    at = [speed(x) if against == "rate" else f"{x:g} ranks" for x in sorted(x for x, _ in points)]
     low, high = (ms["DDP"] / ms[ours] for ms in ends)
     return f"A step with {ours} is {low:.1f} x as fast as DDP's at {at[0]}, {high:.1f} x at {at[-1]}"
 
@@ -88,7 +90,7 @@ def panels(cells: list[Cell]) -> list[tuple[str, str, list[tuple[float, Cell]]]]
     rate = _most([cell["rate"] for cell in limited])
     if rate is not None:
         points = [(float(cell["ranks"]), cell) for cell in limited if cell["rate"] == rate]
-        found.append((_speed(bits_per_second(rate)), "ranks", points))
+        found.append((speed(bits_per_second(rate)), "ranks", points))
     if not found:
         raise ValueError("a plot needs two rates or two numbers of ranks: --rates 100mbit,1gbit or --ranks 2,4")
     return found
@@ -99,20 +101,3 @@ def _most(values: list[Any]) -> Any:
     counts = Counter(reversed(values))
     value, count = max(counts.items(), key=lambda item: item[1], default=(None, 0))
     return value if count > 1 else None
-
-
-def _frame(place: Any, against: str, values: list[float]) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    place.set_xscale("log", base=10 if against == "rate" else 2)
-    place.set_yscale("log")
-    place.set_xlabel("rate of each link" if against == "rate" else "ranks")
-    place.set_xticks(values, [_speed(each) if against == "rate" else f"{each:g}" for each in values])
-    place.xaxis.set_minor_locator(NullLocator())
-    place.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    place.yaxis.set_minor_locator(NullLocator())
-    place.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-
-
-def _speed(bits: float) -> str:
-    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from benchmarks._gpu.echo import EchoCollective
 from lightning_compress.collectives import Collective
 from lightning_compress.collectives.collective import Operation
 from lightning_compress.collectives.counting import (
@@ -80,8 +81,8 @@ class Call:
         return self.rounds * cluster.card.latency_s + max(card, inside)
 
 
-class SimulatedCollective(Collective):
-    """Rank 0 of so many, all with the same data; writes down what it is asked for.
+class SimulatedCollective(EchoCollective):
+    """Writes down what it is asked for.
 
     Messages that come from other ranks are this rank's own: from each one that which was for it. So shards must be
     equal, which they are where the vector's length is a multiple of ranks and blocks.
@@ -95,7 +96,7 @@ class SimulatedCollective(Collective):
     """
 
     def __init__(self, size: int, node_size: int = 1) -> None:
-        self.rank, self.size = 0, size
+        super().__init__(size)
         self._ranks = list(range(size))
         self._node_size = node_size
         self.calls: list[Call] = []
@@ -105,15 +106,12 @@ class SimulatedCollective(Collective):
         self.calls.append(Call(kind, sent, self.size, together))
 
     def all_reduce(self, tensor: Tensor, operation: Operation = "sum") -> None:
-        """Sum, or maximise, ``size`` equal tensors."""
         self._note("all_reduce", all_reduce_bytes(tensor.nbytes, self.size))
-        if operation == "sum":
-            tensor.mul_(self.size)
+        super().all_reduce(tensor, operation)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        """Its own, in every row."""
         self._note("all_gather", (self.size - 1) * tensor.nbytes)
-        out[:] = tensor
+        super().all_gather(tensor, out)
 
     def all_to_all(self, send: Tensor, receive: Tensor) -> None:
         """What it has for each of them."""
@@ -121,10 +119,8 @@ class SimulatedCollective(Collective):
         receive.copy_(send)
 
     def swap(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """What it has for each of them."""
         self._note("swap", sum(tensor.nbytes for tensor in sends.values()))
-        for rank, tensor in receives.items():
-            tensor.copy_(sends[rank])
+        super().swap(sends, receives)
 
     def part(self, ranks: Sequence[Sequence[int]]) -> Collective:
         """The part that rank 0 is in."""

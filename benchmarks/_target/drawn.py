@@ -7,9 +7,8 @@ from typing import Any
 
 from benchmarks._target.compose import Cell, Entry
 from benchmarks._target.methods import AUTO, DENSE, HOOKS
-from benchmarks._target.times import speed
 from benchmarks.harness.lab import bits_per_second
-from recipes.tables.drawing import canvas, caption, save
+from recipes.tables.drawing import canvas, caption, legend, logarithmic, save, speed
 
 WIDTH = 4.6
 """Inches: a telephone shows pictures of this width with letters that can be read."""
@@ -55,8 +54,7 @@ def draw(maps: dict[str, list[list[Cell]]], title: str, path: Path) -> None:
         _panel(axis, cells)
     axes[-1].set_xlabel("speed of the link in bit/s, and below it:\ntime of the best method that ships over ours")
     figure.supylabel("time to the loss / time to compute alone", fontsize=9)
-    known = {text: line for each in axes for line, text in zip(*each.get_legend_handles_labels(), strict=True)}
-    figure.legend(known.values(), known.keys(), loc="outside lower left", frameon=False, ncols=2, fontsize=8)
+    legend(figure, *axes, loc="outside lower left", ncols=2, fontsize=8)
     save(figure, path)
 
 
@@ -65,7 +63,7 @@ def _panel(axis: Any, cells: list[Cell]) -> None:
         _line(axis, cells, name, color, label, 1.8)
     for name in GREY:
         _line(axis, cells, name, REST, "other methods", 1.0)
-    _scales(axis, {_hertz(cell): f"{speed(cell.place)[:-5]}\n{_factor(cell)}" for cell in cells})
+    logarithmic(axis, {_hertz(cell): f"{speed(_hertz(cell))[:-5]}\n{_factor(cell)}" for cell in cells}, fontsize=7)
 
 
 def _line(axis: Any, cells: list[Cell], name: str, color: str, label: str, width: float) -> None:
@@ -100,23 +98,11 @@ def draw_front(cells: list[Cell], path: Path) -> None:
         axes[0].plot(rates, minutes, "-o", color=color, lw=width, ms=4)
         mark = {"color": color, "fontweight": "bold" if width > 2 else "normal", "fontsize": 10 if width > 2 else 9}
         axes[0].annotate(label, (rates[which], minutes[which]), shift, textcoords="offset points", **mark)
-    _scales(axes[0], {_hertz(cell): speed(cell.place) for cell in cells})
+    logarithmic(axes[0], {rate: speed(rate) for rate in rates}, fontsize=7)
     axes[0].set_xlim(left=0.8 * min(rates))
     axes[0].set_xlabel("speed of the link between 4 machines")
     axes[0].set_ylabel("minutes of training to DDP's loss")
     save(figure, path)
-
-
-def _scales(axis: Any, ticks: dict[float, str]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
-
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xticks(list(ticks), list(ticks.values()), fontsize=7)
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _named(cell: Cell, name: str) -> Entry | None:

@@ -9,9 +9,10 @@ from benchmarks._target.compose import Cell, Entry
 from benchmarks._target.drawn import OURS
 from benchmarks._target.methods import DDP, DENSE, HOOKS
 from benchmarks._target.steps import REPORTED, Steps
-from benchmarks._target.times import speed
 from benchmarks.harness import tables
+from benchmarks.harness.lab import bits_per_second
 from benchmarks.harness.results import write_table
+from recipes.tables.drawing import speed
 
 TARGETS = ("at 80 % of the budget", "final loss + 1 %")
 MISS = "miss"
@@ -111,7 +112,10 @@ def front_table(maps: Maps) -> str:
         for cell in by_target[-1]
         if cell.place.rate in FRONT and not cell.place.delay_ms
     ]
-    head = [f"{title.partition(',')[0].removeprefix('character ')}: {speed(cell.place)}" for title, cell in places]
+    head = [
+        f"{title.partition(',')[0].removeprefix('character ')}: {speed(bits_per_second(cell.place.rate))}"
+        for title, cell in places
+    ]
     lines: dict[str, tuple[str, Collection[str]]] = {
         "DDP": ("theirs", [DENSE]),
         "PyTorch's fp16 hook": ("theirs", ["fp16 hook"]),

@@ -133,12 +133,6 @@ def kappa(place: Place, found: dict[str, Any], ranks: int) -> float:
     return 8e3 * sent / bits_per_second(place.rate) / alone
 
 
-def speed(place: Place) -> str:
-    """Return the speed of a link for people, such as "100 Mbit/s"."""
-    rate = bits_per_second(place.rate)
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
-
-
 def wait_until_idle() -> None:
     """Wait for a while until other programs leave the machine alone.
 

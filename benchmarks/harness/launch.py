@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,21 +41,35 @@ def run_ranks(
         RuntimeError: a rank failed; carries what it wrote. The others are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
+        with waited_for(Path(folder)) as processes:
             for rank in range(lab.ranks * each):
                 given = told | {"rank": rank, "ranks": lab.ranks * each}
                 processes.append(_start(lab, rank // each, given, Path(folder), module, heard and not rank))
-            failed = first_failed(processes)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.wait()
-        if failed is not None:
-            said = Path(folder, f"rank{failed}.log").read_text()[-3000:]
-            raise RuntimeError(f"rank {failed} failed with {processes[failed].returncode}:\n{said}")
         return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(len(processes))]
+
+
+@contextmanager
+def waited_for(folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Wait for ranks that are started within, or for the first that fails, and end the others.
+
+    Args:
+        folder: where a rank's log is, ``rank0.log``.
+
+    Raises:
+        RuntimeError: a rank failed; carries what it wrote.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        yield processes
+        failed = first_failed(processes)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+    if failed is not None:
+        said = Path(folder, f"rank{failed}.log").read_text()[-3000:]
+        raise RuntimeError(f"rank {failed} failed with {processes[failed].returncode}:\n{said}")
 
 
 def _start(

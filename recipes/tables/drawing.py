@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,27 @@ def caption(axes: Any, text: str) -> None:
 def legend(figure: Any, *axes: Any, **more: Any) -> None:
     """Name all lines of the axes beside them, each once."""
     known = {text: line for each in axes for line, text in zip(*each.get_legend_handles_labels(), strict=True)}
-    figure.legend(known.values(), known.keys(), loc="outside right center", frameon=False, **more)
+    figure.legend(known.values(), known.keys(), **{"loc": "outside right center", "frameon": False, **more})
+
+
+def logarithmic(axes: Any, ticks: Mapping[float, str], base: float = 10, **text: Any) -> None:
+    """Let both axes be logarithmic.
+
+    Args:
+        axes: of a panel.
+        ticks: of the one below, and what is written there; the other has 1, 2 and 5 times powers of ten.
+        base: of the one below.
+        text: how its ticks are written.
+    """
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_xscale("log", base=base)
+    axes.set_yscale("log")
+    axes.set_xticks(list(ticks), list(ticks.values()), **text)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
 
 
 def amounts(axis: Any) -> None:
@@ -98,6 +118,11 @@ def amount(size: float) -> str:
     while size >= 1000 and unit != "TB":
         size, unit = size / 1000, next(units)
     return f"{size:g} {unit}"
+
+
+def speed(bits: float) -> str:
+    """Return the speed of a link of so many bits a second, with its unit."""
+    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
 
 
 def image(figure: Any) -> Any:

@@ -12,7 +12,7 @@ METHODS = ["HSDP", "HSDP each batch", "fp16 mean", "none", "qsgd"]
 
 @root
 @pytest.mark.thorough
-def test_hosts_send_what_formulas_say():
+def test_hosts_send_what_formulas_say(capsys):
     told = {"model": "mnist", "methods": METHODS, "steps": 1, "warm": 1, "accumulate": 2}
     with Lab(2, "1gbit") as built:
         found = run_ranks(built, told, "benchmarks._hsdp", each=2)[0]
@@ -22,5 +22,6 @@ def test_hosts_send_what_formulas_say():
     assert wire["HSDP"] == pytest.approx(wire["none"], rel=0.03)
     assert wire["HSDP each batch"] == pytest.approx(2 * wire["HSDP"], rel=0.03)
     assert wire["fp16 mean"] == pytest.approx(wire["HSDP"], rel=0.03)  # half of it, twice
-    rows = hsdp.table(found | {"model": "mnist", "rate": "1gbit", "accumulate": 2})[1]
-    assert [row[0] for row in rows] == METHODS
+    hsdp.show(found, "mnist", "HSDP")
+    rows = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert rows == METHODS
