@@ -101,6 +101,7 @@ EVERY = {
     "installed/test_extending.py::*": 2,
     "installed/test_extending.py::test_every_block_is_tried_here": 1,
     "installed/test_wheel.py::*": 2,
+    "installed/test_wheel.py::test_what_ships": 1,
     "kernels/test_kernels.py::test_same_sums": 3,
     "periodic::*": 3,
     "recipes/test_copied.py": 3,
