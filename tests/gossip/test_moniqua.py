@@ -315,8 +315,8 @@ def test_noise_keeps_ranks_within_some_times_the_distance_of_exact_means(bits, t
     layout = Layout.of([("weight", (500,))])
 
     def apart(compressor):
-        models = models_of(run("dpsgd", compressor, 8, rounds=400, rate=0.05, problem=Noisy(layout), layout=layout))
-        return np.sqrt(np.square(models - models.mean(1, keepdims=True))[200:].mean())
+        models = models_of(run("dpsgd", compressor, 8, rounds=200, rate=0.05, problem=Noisy(layout), layout=layout))
+        return np.sqrt(np.square(models - models.mean(1, keepdims=True))[100:].mean())
 
     assert apart({"name": "moniqua", "bits": bits}) < times * apart(None)
 
@@ -380,11 +380,11 @@ def test_theta_follows_a_jump_that_lasts(size):
 
 @pytest.mark.parametrize("bits", [1, 4, 8])
 def test_without_a_spike_theta_is_followed_as_if_there_were_none(bits, monkeypatch):
-    """No more bytes: not a bit differs, in 300 rounds of normal noise."""
+    """No more bytes: not a bit differs, in 200 rounds of normal noise."""
 
     def found():
         noisy = Noisy(THREE, SCALES, 3)
-        ranks = run("dpsgd", {"name": "moniqua", "bits": bits}, 3, rounds=300, rate=0.05, problem=noisy, layout=THREE)
+        ranks = run("dpsgd", {"name": "moniqua", "bits": bits}, 3, rounds=200, rate=0.05, problem=noisy, layout=THREE)
         return models_of(ranks)[-1].tobytes(), [each.neighbours.bytes_sent for each in ranks]
 
     waiting = found()
@@ -421,7 +421,7 @@ THREE = Layout.of([("first", (BLOCK + 999,)), ("second", (2001,)), ("third", (10
 @pytest.mark.parametrize("bits", [1, 2, 8])
 def test_theta_is_of_each_tensor_and_follows_the_differences(bits, topology):
     """Also where rounds have other edges; little is sent again, though the learning rate falls to a tenth."""
-    rate, rounds = lambda number: 0.1 if number < 100 else 0.01, 200
+    rate, rounds = lambda number: 0.1 if number < 60 else 0.01, 120
     moniqua = {"name": "moniqua", "bits": bits}
     ranks = run("dpsgd", moniqua, 8, topology, rounds, rate, Noisy(THREE, SCALES), layout=THREE)
     owner = [next(k for k, each in enumerate(THREE.segments) if place.start < each.end) for place in cut(THREE)]
