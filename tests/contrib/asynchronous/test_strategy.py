@@ -327,7 +327,7 @@ def _dies(told, rank, step, number):
         raise
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 1), (2, 4)])
+@pytest.mark.parametrize(("rank", "step"), [(0, 3), (1, 1), pytest.param(2, 4, marks=pytest.mark.thorough)])
 def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path, rank, step):
     codes, said = live(4, tmp_path / "ranks", _dies, str(tmp_path / "told"), rank, step, signal.SIGKILL)
     assert codes[rank] == -signal.SIGKILL
