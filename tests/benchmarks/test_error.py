@@ -11,7 +11,6 @@ from benchmarks.error import each_parameter, methods, orders
 from benchmarks.gradients import captured
 from lightning_compress import compare
 from lightning_compress.codecs import CODECS
-from tests.helpers.data import public_data
 
 
 def steps(count=3):
@@ -82,7 +81,6 @@ def test_gradients_of_the_language_model(tmp_path):
     assert (len(result.parameters), result.steps) == (4, 3)
 
 
-def test_gradients_of_resnet(tmp_path):
-    root = public_data("cifar10", tmp_path)
-    (step,) = captured("resnet", root, 1, 1)
+def test_gradients_of_resnet(cifar10):
+    (step,) = captured("resnet", cifar10.parent, 1, 1)
     assert len(compare(step, ["bf16"]).parameters) == 18

@@ -14,10 +14,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    public_data("cifar10", folder)
-    return public_data("multi30k", folder)
+def captions(tmp_path_factory):
+    return public_data("multi30k", tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def pictures(cifar10):
+    return cifar10.parent
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
@@ -30,10 +33,12 @@ def test_every_line_has_a_run_and_rows(name):
     assert methods.FREE in methods.rows_of(task)
 
 
-@pytest.mark.parametrize("name", [pytest.param("b", marks=pytest.mark.thorough), "c"])
-def test_a_task_has_its_own_data(name, root):
+@pytest.mark.parametrize(
+    ("name", "root"), [pytest.param("b", "captions", marks=pytest.mark.thorough), ("c", "pictures")]
+)
+def test_a_task_has_its_own_data(name, root, request):
     task = tasks.TASKS[name]
-    data = task.data(root)
+    data = task.data(request.getfixturevalue(root))
     first, again, other, seeded = (
         list(itertools.islice(data.batches(seed, rank), 2)) for seed, rank in ((0, 0), (0, 0), (0, 1), (1, 0))
     )
@@ -50,11 +55,11 @@ def test_a_task_has_its_own_data(name, root):
     assert (alone[:, 1] > 1000).all()
 
 
-def test_the_translator_is_the_recipes(root):
+def test_the_translator_is_the_recipes(captions):
     from recipes.nmt.data import Batch
     from recipes.nmt.module import TranslationModule
 
-    data = tasks.TASKS["b"].data(root)
+    data = tasks.TASKS["b"].data(captions)
     pair = next(data.batches(0, 0))
     model, recipe = data.model(), TranslationModule(data._vocabulary, dropout=0.0)
     recipe.model.load_state_dict(model.inner.state_dict())
@@ -64,11 +69,11 @@ def test_the_translator_is_the_recipes(root):
 
 
 @pytest.mark.thorough
-def test_sufficient_factors_train_as_ddp_does(root):
+def test_sufficient_factors_train_as_ddp_does(pictures):
     task = dataclasses.replace(tasks.TASKS["c"], ranks=2, every=2)
     torch.set_num_threads(1)
     dense, exact, rounded = (
-        run_ranks(task, task.data(root), run, 0.01, 0, 4, None, 4)["curve"]
+        run_ranks(task, task.data(pictures), run, 0.01, 0, 4, None, 4)["curve"]
         for run in (methods.runs(task)[methods.DDP], *methods.FACTORS.values())
     )
     assert [row[0] for row in dense] == [2, 4]
