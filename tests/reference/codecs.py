@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -94,18 +95,19 @@ def efsign(vector: Array, block: int) -> tuple[Array, Array]:
 
 
 def random16(key: int, count: int, share: float = 0.0) -> list[int]:
-    """A key's stream of signed 16-bit numbers, moved on by a share of their range: splitmix64 in Python's integers."""
-    mask = 2**64 - 1
+    """A key's stream of signed 16-bit numbers, moved on by a share of their range: splitmix64, whose uint64 wrap."""
+    golden, lanes = 0x9E3779B97F4A7C15, np.arange(0, 64, 16, dtype=np.uint64)
 
-    def output(state: int) -> int:
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
-        return state ^ state >> 31
+    def output(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        return state ^ state >> np.uint64(31)
 
-    start = output((key + 0x9E3779B97F4A7C15) & mask)
-    words = [output((start + i * 0x9E3779B97F4A7C15) & mask) for i in range(-(-count // 4))]
-    numbers = [((word >> 16 * lane) + int(share * 65536)) % 65536 for word in words for lane in range(4)]
-    return [number - 65536 if number >= 32768 else number for number in numbers[:count]]
+    start = output(np.array([(key + golden) % 2**64], np.uint64))
+    words = output(start + np.arange(-(-count // 4), dtype=np.uint64) * np.uint64(golden))
+    numbers = (words[:, None] >> lanes) + np.uint64(int(share * 65536))
+    drawn: list[int] = numbers.astype(np.uint16).view(np.int16).ravel()[:count].tolist()
+    return drawn
 
 
 def natural(vector: Array, bucket: int, key: int, share: float = 0.0) -> tuple[Array, Array]:
@@ -160,6 +162,7 @@ def qsgd_numbers(vector: Array, bits: int, bucket: int, norm: str) -> tuple[Arra
     return np.array(norms, np.float32), numbers
 
 
+@cache
 def rotation(block: int) -> npt.NDArray[np.float64]:
     """``H D``, by the matrix's recursive definition."""
     matrix = np.ones((1, 1))
