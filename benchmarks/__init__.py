@@ -34,7 +34,6 @@ RETIRED = {
         "benchmarks.backward": "docs/results/backward.md has its figures",
         "benchmarks.error --spectra": "docs/results/error.md has its figures",
         "benchmarks.host_time": "benchmarks.step measures it on a GPU, benchmarks.launches counts calls without one",
-        "benchmarks.qsvrg": "docs/results/accuracy.md has its figures",
     },
 }
 """Studies that were needed once, by the last commit that has them, and what there is in their place."""

@@ -1,0 +1,1 @@
+"""SVRG and QSVRG on a convex problem."""
