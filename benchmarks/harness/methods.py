@@ -17,6 +17,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fft 85 %": {"compressor": {"name": "fft", "theta": 0.85}},
     "terngrad": {"compressor": "terngrad"},
     "onebit": {"compressor": "onebit"},
+    "onebit, beta 0.02": {"compressor": "onebit", "error_feedback": {"name": "loco", "beta": 0.02}},
     "efsign": {"compressor": "efsign"},
     "powersgd": {"compressor": "powersgd"},
     "topk 1 %": {"compressor": {"name": "topk", "density": 0.01}},
