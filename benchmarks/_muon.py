@@ -66,7 +66,7 @@ STAGES: dict[str, tuple[int, tuple[int, ...], tuple[str, ...], tuple[str, ...]]]
 """Steps, seeds, models, and methods with Muon; beside them DiLoCo around AdamW, to compare with ``muloco``."""
 RATES = (0.01, 0.02, 0.04, 0.08)
 TUNED = 300
-"""Steps of the dense runs of seed 0 by which a learning rate is chosen."""
+"""Steps of the dense runs of seed 0 by which a learning rate is chosen, for all methods but ``ROUNDS``."""
 ROUNDS = ("muloco", "diloco, 2 bits")
 """Methods whose learning rate is chosen by whole runs of their own: in long rounds dense's is too high."""
 BESIDE = ("dense", "diloco, 2 bits")

@@ -68,7 +68,7 @@ def run_and_show(runs: list[Run], root: Path, path: Path) -> None:
     """Run what is missing, of one model and number of ranks, and print the table."""
     results = run_missing(runs[0]["ranks"], runs, root, path, train)
     title = "{model}, {ranks} ranks, {exchange}: held-out loss, over dense of the same seed".format(**runs[0])
-    table(results, runs, named, ("optimizer", "rate", "method"), title)
+    table(results, runs, ("optimizer", "rate", "method"), title)
 
 
 def run_stage(name: str, root: Path, path: Path) -> None:

@@ -109,7 +109,7 @@ def main() -> None:
     methods = dict.fromkeys(["dense", *arguments.methods])
     runs = [named({"method": each, "seed": seed} | same) for seed in arguments.seeds for each in methods]
     results = run_missing(RANKS, runs, arguments.root, arguments.json, train)
-    table(results, runs, named, ("method",), f"{MODEL}, AdamW {RATE}")
+    table(results, runs, ("method",), f"{MODEL}, AdamW {RATE}")
 
 
 if __name__ == "__main__":

@@ -101,24 +101,24 @@ def descend(
     return {"held_out": sums / count, "training": training, "ratio": ratio, "seconds": time.perf_counter() - start}
 
 
-def table(results: Results, runs: list[Run], named: Callable[[Run], Run], same: Sequence[str], title: str) -> None:
+def table(results: Results, runs: list[Run], same: Sequence[str], title: str) -> None:
     """Print held-out losses by seed, and over those of dense averaging with the same seed.
 
     Args:
         results: of the runs.
-        runs: which.
-        named: gives a run the name of its result.
+        runs: which; a seed's dense run is one of them, or nothing is compared with it.
         same: what a row's runs have in common; the last of it is ``method``.
         title: of the table.
     """
     rows: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         rows.setdefault(tuple(run[each] for each in same), []).append(run)
+    held_out = {run["name"]: results[run["name"]]["held_out"] for run in runs}
+    dense = {(run.get("optimizer"), run["seed"]): held_out[run["name"]] for run in runs if run["method"] == "dense"}
     cells = []
     for key, mine in rows.items():
-        losses = [results[run["name"]]["held_out"] for run in mine]
-        dense = [results.get(named(run | {"method": "dense"})["name"], {}) for run in mine]
-        over = [loss / each.get("held_out", math.nan) for loss, each in zip(losses, dense, strict=True)]
+        losses = [held_out[run["name"]] for run in mine]
+        over = [held_out[run["name"]] / dense.get((run.get("optimizer"), run["seed"]), math.nan) for run in mine]
         by_seed = (" ".join(f"{each:.4f}" for each in column) for column in (losses, over))
         ratio = results[mine[0]["name"]]["ratio"]
         cells.append((*map(str, key), *by_seed, f"{statistics.mean(over):.4f}", f"{ratio:.1f} x"))

@@ -93,7 +93,8 @@ def _check_where(ranks: int | None, gbit: float | None, missing: str, replicas: 
     if not measures:
         names += [name for name, value in (("--ranks", ranks), ("--gbit", gbit)) if value is None]
     if names:
-        more = "" if names == ["--compute-ms"] else "; with torchrun on your hosts, it measures ranks and link itself"
+        measured = replicas is None and names != ["--compute-ms"]
+        more = "; with torchrun on your hosts, it measures ranks and link itself" * measured
         raise ValueError(f"missing: {', '.join(names)} (such as --compute-ms 77 --ranks 4 --gbit 1){more}")
     if ranks is not None and ranks < 2:
         raise ValueError(f"--ranks {ranks}: one process sends nothing; use 2 or more")

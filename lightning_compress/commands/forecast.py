@@ -32,7 +32,7 @@ class Method:
 
     Args:
         name: for the table.
-        compressor: as a user writes it; None: DistributedDataParallel.
+        compressor: as a user writes it; None: float32, averaged by PyTorch.
         write: what to write into the script.
         every: steps between two averages.
         local: ranks step alone between them; else gradients are accumulated.
@@ -90,6 +90,11 @@ SHARDED = (
 """The same for replicas of a sharded model."""
 
 
+def methods_of(shards: int | None) -> tuple[Method, ...]:
+    """Return what is predicted, for shards of a model or for whole ones."""
+    return SHARDED if shards else METHODS
+
+
 @dataclass(frozen=True)
 class Row:
     """What a method does.
@@ -111,10 +116,10 @@ class Row:
     write: str
 
 
-def settings_of(optimizer: Optimizer) -> dict[str, RunState]:
+def settings_of(optimizer: Optimizer, shards: int | None = None) -> dict[str, RunState]:
     """Return what runs beside an optimizer, by method; DistributedDataParallel is missing."""
     kind = _kind(optimizer)
-    return {each.name: RunState.of(each.compressor).stepped_by(kind) for each in METHODS if each.compressor}
+    return {each.name: RunState.of(each.compressor).stepped_by(kind) for each in methods_of(shards) if each.compressor}
 
 
 def predicted(
@@ -143,7 +148,7 @@ def predicted(
         device: that encodes.
         shards: of the model, of which each rank averages one; None: the model is not sharded.
     """
-    settings = settings_of(optimizer)
+    settings = settings_of(optimizer, shards)
     if shards:
         settings = {name: each.bound({}, dict(parameters)) for name, each in settings.items()}
         parameters = [(name, (*(-(-rows // shards) for rows in shape[:1]), *shape[1:])) for name, shape in parameters]
@@ -153,7 +158,7 @@ def predicted(
     planner = Auto.knowing({"ranks": link}, speeds)
     place = Place(ranks, planner, bucket_bytes, hides=gpu or (cores_per_rank > 1 and not shards), device=device)
     rows: list[Row] = []
-    for method in SHARDED if shards else METHODS:
+    for method in methods_of(shards):
         step = predict(settings.get(method.name), parameters, place, compute_ms / 1e3, ready)
         if method.local:  # a round's exchange follows its last step, with nothing beside it
             step_ms = compute_ms + 1e3 * step.exchange_s / method.every

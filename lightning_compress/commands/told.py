@@ -16,7 +16,7 @@ from lightning_compress.commands.jobs import Job, Optimizer, Where
 from lightning_compress.commands.speeds import speeds_for
 
 LOSSES = "Losses: of a character LSTM with 424,320 parameters, not of your model."
-SHARDED = (
+NOTE_ON_SHARDS = (
     "Sharded: computing includes what FSDP2 sends within a replica. Its units are predicted to be as large as DDP's "
     "buckets."
 )
@@ -37,7 +37,7 @@ def tell(job: Job, where: Where, cores_per_rank: float | None, device: str | Non
     if where.prints and not (device == "cuda" and not job.gpu):
         print("timing codecs, which takes some seconds", file=sys.stderr, flush=True)
     cores = cores_per_rank or job.cores_per_rank or 1.0
-    settings = settings_of(job.optimizer).values()
+    settings = settings_of(job.optimizer, where.shards).values()
     speeds, encoder, source = speeds_for(settings, where.ranks, device, job.gpu, busy, 1 / cores)
     if not where.prints:
         return
@@ -54,7 +54,7 @@ def tell(job: Job, where: Where, cores_per_rank: float | None, device: str | Non
         where.shards,
     )
     losses = LOSSES_OF_MUON if job.optimizer == "muon" else LOSSES
-    notes = [*job.notes, source, *([SHARDED] if where.shards else []), losses]
+    notes = [*job.notes, source, *([NOTE_ON_SHARDS] if where.shards else []), losses]
     if as_json:
         found = {"rows": [asdict(row) for row in rows], "advice": advice(rows), "notes": notes}
         sizes = {"ranks": where.ranks * (where.shards or 1), "shards": where.shards}

@@ -89,7 +89,7 @@ class Compression:
         self.step = self.epoch = 0
         self.lanes = Lanes([collective, *beside], self.meter, settings.options.deterministic)
         self._collective, self._scale = self.lanes.all[0].world.collective, scale
-        self._rank = (everyone or self._collective).rank  # in messages
+        self._everyone = everyone or self._collective
         self.names = {id(each.parameter()): each.name for each in trained}
         self.optimizers = Optimizers(trained, frozen or {})
         self.groups = Groups(trained, self.lanes, unused, caps)
@@ -143,7 +143,7 @@ class Compression:
             flag = group.reduce(gradients, self.step, self._scale(), turn, left_out)
         except Exception as error:
             where = f"step {self.step}, averaging the group that begins with {group.bucket_names[0]}"
-            errors.explain(error, where, self._rank)
+            errors.explain(error, where, self._everyone.rank)
         if arrived.left_out or self._passes.patience:
             self._passes.made(group.bucket_names, gradients, arrived.left_out)
         self.finite.flags.append((flag, group.names))
@@ -254,7 +254,7 @@ class Compression:
         Raises:
             ValueError: the ranks' optimizers differ, on every rank; or see ``take_over``.
         """
-        checks.check_optimizers_agree(optimizers, self._collective, self.device)
+        checks.check_optimizers_agree(optimizers, self._everyone, self.device)
         self.optimizers.complete = bool(optimizers)
         if self.active and not len(self.groups):
             self.settings = self.next_settings = self.settings.stepped_by(kind_of(optimizers))
@@ -286,7 +286,7 @@ class Compression:
             FloatingPointError: a gradient is not finite and ``on_nonfinite="raise"``; on all ranks.
         """
         if self.optimizers.owned(optimizer):
-            self.finite.before_step(optimizer, f"step {self.step}: {self.groups.nonfinite(self._rank)}")
+            self.finite.before_step(optimizer, f"step {self.step}: {self.groups.nonfinite(self._everyone.rank)}")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Commit the residuals of the optimizer's parameters, unless a gradient was not finite."""
@@ -340,7 +340,7 @@ class Compression:
         """
         if not self.active and self._collective.size > 1:
             checks.refuse_retuning(self.settings)
-        checks.check_retuning(compressor, changes, self._collective.uncounted, self.device)
+        checks.check_retuning(compressor, changes, self._everyone.uncounted, self.device)
         self.next_settings = self.next_settings.retuned(compressor, changes)
 
     def follow(self, before: Compression) -> None:

@@ -70,7 +70,8 @@ class DriftGuard:
             now: compare what the last step has left, due or not; there may be no more steps.
 
         Raises:
-            RuntimeError: ranks differ; on every rank. The message names the step, the parameters and the ranks.
+            RuntimeError: ranks differ; on every rank. The message names the step, the parameters, and the ranks or, of
+                shards, the replicas.
         """
         if not (self.due(step) or (now and self.every and step != self._compared)):
             return

@@ -118,7 +118,7 @@ class CompressedFSDPMixin(FitMixin, SyncFSDPAccumulation, _Base):
             with super().tensor_init_context(*args, **kwargs):
                 yield
         except ValueError as error:
-            if "DeviceMesh" not in str(error):
+            if not str(error).startswith("fully_shard expects"):
                 raise
             raise ValueError(f"{error}: give it one dimension, the shards, by {CURES.mesh}") from error
 

@@ -46,7 +46,7 @@ def test_runs_are_not_repeated(tmp_path, monkeypatch, capfd):
 def test_a_stage_tunes_then_runs_its_cells_and_none_twice(tmp_path, monkeypatch, capfd):
     write_text(tmp_path)
     results = tmp_path / "results.json"
-    methods = ("dense", "4 local steps, the rest averaged")
+    methods = ("dense", "4 local steps, the rest averaged", "muloco")
     monkeypatch.setattr(_muon, "STAGES", {"muon": (4, (0,), ("decoder",), methods)})
     monkeypatch.setattr(_muon, "TUNED", 2)
     monkeypatch.setattr(_muon, "RATES", (0.02, 0.04))
@@ -55,8 +55,9 @@ def test_a_stage_tunes_then_runs_its_cells_and_none_twice(tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["optimizers", "--root", str(tmp_path), "--json", str(results), "--stage", "muon"])
     optimizers.main()
     found = json.loads(results.read_text())
-    assert len(found) == 2 + 1 + 2
-    assert sum(name.endswith("/4 steps/decoder, 4 ranks, all_gather") for name in found) == 2
+    assert len(found) == 2 + 1 + 2 + 2
+    assert sum(name.endswith("/4 steps/decoder, 4 ranks, all_gather") for name in found) == 2 + 2
+    assert "nan" not in capfd.readouterr().out
     monkeypatch.setattr(training, "work", None)  # nothing is left to do
     optimizers.main()
     assert json.loads(results.read_text()) == found

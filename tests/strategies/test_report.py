@@ -67,9 +67,11 @@ def listening():
     for logger in map(logging.getLogger, loggers):
         logger.addHandler(lines)
         logger.setLevel(logging.INFO)
-    yield lines
-    for logger in map(logging.getLogger, loggers):
-        logger.removeHandler(lines)
+    try:
+        yield lines
+    finally:
+        for logger in map(logging.getLogger, loggers):
+            logger.removeHandler(lines)
 
 
 def _said(strategy, steps=6, make=Net, callbacks=()):

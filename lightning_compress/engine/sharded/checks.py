@@ -133,7 +133,7 @@ def _holder(model: nn.Module, name: str) -> str:
     parts, module = name.split(".")[:-1], model
     for place, part in enumerate(parts):
         module = getattr(module, part)
-        if type(module).forward is not nn.Module.forward:
+        if type(module).forward is not nn.Module.forward or "forward" in vars(module):  # as torch.compile's
             return ".".join(parts[: place + 1])
     return ""
 

@@ -53,6 +53,13 @@ def _given(compressor="qsgd", outer=True, policy=None, **settings):
     return case
 
 
+def _own_forward(mesh, replicas):
+    inner = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    inner.forward = lambda inputs: inner["b"](inner["a"](inputs))  # of the instance, as torch.compile's modules have it
+    fully_shard(inner["a"], mesh=sharded.shards(mesh))
+    attach(nn.Sequential(inner), "qsgd", replicas=replicas)
+
+
 def _early(mesh, replicas):
     net = nn.Linear(32, 32)
     optimizer = torch.optim.AdamW(net.parameters())
@@ -69,6 +76,12 @@ def _replaced(mesh, replicas):
     net = _net(sharded.shards(mesh))
     net[2].weight = nn.Parameter(net[2].weight.detach().clone())
     attach(net, "qsgd", replicas=replicas)
+
+
+def _other_rate(mesh, replicas):
+    net = _net(sharded.shards(mesh))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1 + (torch.distributed.get_rank() == 3))
+    attach(net, "qsgd", optimizer=optimizer, replicas=replicas)
 
 
 def _late(mesh, replicas):
@@ -96,6 +109,7 @@ CASES = {
         _given(outer=False),
         r"2.weight, 2.bias, so.*write fully_shard\(model\[2\], mesh=mesh\['shard'\]\)",
     ),
+    "parameters of a forward": (_own_forward, r"0.b.bias, so.*write fully_shard\(model\[0\], mesh"),
     "half precision": (_given(policy=HALF), r"in torch.float16.*reduce_dtype=torch.float32"),
     "offloading": (_given(policy={"offload_policy": CPUOffloadPolicy(pin_memory=False)}), "CPUOffloadPolicy"),
     "onebit_adam": (_given("onebit_adam", warmup_steps=2), r"OneBitAdam.*part of the optimizer's work"),
@@ -103,6 +117,7 @@ CASES = {
     "a local norm": (_clipped, r"local_clip_norm=.*clip_grad_norm_"),
     "a scaler": (_given(scale=lambda: None), "scale= is for a GradScaler.*bfloat16"),
     "an optimizer before": (_early, "AdamW steps none of the model's 2 trained.*build the optimizer after it"),
+    "one rank's learning rate": (_other_rate, r"values of lr of rank 3 differ from those of rank 0"),
     "twice": (_twice, "has a compression: close it"),
     "after a forward": (_late, "of the model is gathered, or was.*: call attach before the first forward"),
     "a replaced parameter": (
