@@ -349,7 +349,7 @@ class DelayedCompression(Compression):
                 return
             names, rejected = set(self.names.values()), self.finite.found()
             if rejected:
-                average.problem = f"step {self.step}: {self.groups.nonfinite(self._rank)}"
+                average.problem = f"step {self.step}: {self.groups.nonfinite(self._everyone.rank)}"
             self.finite.note()
             ended = self._passes.end(names)
             for state in self.groups.states():
