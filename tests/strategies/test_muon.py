@@ -214,7 +214,7 @@ QSGD_4 = "qsgd (bits 4) with Muon raised the loss by 1.4 % in our runs. Use comp
         ({"name": "qsgd", "bits": 5}, ["muon", "adamw"], ""),
         ({"name": "qsgd", "bits": 6}, ["muon"], ""),
         ("bf16", ["muon"], ""),
-        ({"name": "qsgd", "bits": 2}, ["muon"], "qsgd (bits 2) with Muon may raise the loss; we have not measured it"),
+        ({"name": "qsgd", "bits": 3}, ["muon"], "qsgd (bits 3) with Muon may raise the loss; we have not measured it"),
         ({"name": "qsgd", "bucket": 256}, ["muon"], "qsgd (bits 4, bucket 256) with Muon may raise the loss"),
         ({"name": "qsgd", "bucket": 256}, ["adamw"], ""),
         ("none", ["muon"], ""),
