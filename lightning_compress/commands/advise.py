@@ -89,7 +89,7 @@ def _check_what(given: dict[str, str | None], compute_ms: float | None, replicas
 def _check_where(ranks: int | None, gbit: float | None, missing: str, replicas: int | None) -> None:
     """Raise ValueError if options are missing, or there cannot be so many ranks or replicas."""
     names = [missing] if missing else []
-    measures = ranks is gbit is replicas is None and any(name in os.environ for name in STARTED)
+    measures = (ranks, gbit, replicas) == (None, None, None) and any(name in os.environ for name in STARTED)
     if not measures:
         names += [name for name, value in (("--ranks", ranks), ("--gbit", gbit)) if value is None]
     if names:

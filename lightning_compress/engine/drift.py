@@ -94,17 +94,22 @@ class DriftGuard:
             if self._resyncs:
                 return
             raise RuntimeError(f"drift: after step {step}, replicas differ in another shard: see other ranks' errors")
-        problem, first = self._problem(step, checksums, recorded), f"{self._unit} 0"
+        problem = self._problem(step, checksums, recorded)
         if not self._resyncs:
-            raise RuntimeError(f"{problem}. Use on_drift='resync' to copy {first}'s model to all and continue")
+            raise RuntimeError(f"{problem}. Use on_drift='resync' to copy {self._unit} 0's model to all and continue")
+        self._resync(problem)
+
+    def _resync(self, problem: str) -> None:
+        """Copy the first rank's parameters to the others, and its optimizer state if all have as much. Collective."""
         same = [tensor for tensors in self._same for tensor in tensors()]
         shapes = consensus.digest(repr([(tensor.shape, tensor.dtype) for tensor in same]).encode())
-        equal = bool(consensus.same(checksums.new_tensor([shapes]), self._collective))
+        device = self._trained[0].held().device
+        equal = bool(consensus.same(torch.tensor([shapes], dtype=torch.int64, device=device), self._collective))
         for tensor in [*(each.held() for each in self._trained), *(same if equal else ())]:
             self._collective.broadcast(tensor, device)
         if self._collective.rank == 0:
             what = "parameters and optimizer state" if equal else "parameters (not the optimizer state: shapes differ)"
-            log.warning("%s. %s's %s were copied to all", problem, first.capitalize(), what)
+            log.warning("%s. %s 0's %s were copied to all", problem, self._unit.capitalize(), what)
 
     def _problem(self, step: int, checksums: Tensor, recorded: bool) -> str:
         gathered = consensus.gathered(checksums, self._collective)
